@@ -1,4 +1,4 @@
-"""An episode without a service: a policy of your own, three decisions."""
+"""Plays one episode of three decisions in this process, with a policy of your own and without a service."""
 
 import asyncio
 

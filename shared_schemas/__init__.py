@@ -1,1 +1,1 @@
-"""What crosses the wire between the two services. Pydantic and the standard library only."""
+"""Data types that the trainer and the task app exchange. Imports only pydantic and the standard library."""

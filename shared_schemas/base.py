@@ -17,10 +17,10 @@ _LONGEST_NAME = 200
 
 
 def _fail_fast(schema: Any) -> None:
-    """Mark the schema of every list, at any depth, to stop at its first error."""
+    """Change a core schema so that validation of each list in it, at any depth, stops at the first error."""
     if isinstance(schema, dict):
         kind = schema.get("type")
-        # A model's fields are a dict too, and a field may be named `type`.
+        # In the dict of a model's fields, `type` may be the name of a field; its value is then no text.
         if isinstance(kind, str) and kind in _LISTS:
             schema["fail_fast"] = True
         for name, part in schema.items():
@@ -32,9 +32,9 @@ def _fail_fast(schema: Any) -> None:
 
 
 class _FirstErrorOnly:
-    """Annotates a type whose lists are read only up to their first invalid element.
+    """Annotation of a type: validation of each list in it stops at the first invalid element.
 
-    Otherwise pydantic keeps an error for each element: a megabyte of `{}` costs 10 s and 2 GB.
+    By default pydantic keeps one error per element: a megabyte of `{}` costs 10 s and 2 GB.
     """
 
     @classmethod
@@ -48,25 +48,25 @@ FIRST_ERROR_ONLY = _FirstErrorOnly()
 
 
 class _FailFast(_FirstErrorOnly, BaseModel):
-    """A model whose lists are read only up to their first invalid element."""
+    """A pydantic model; validation of each list in it stops at the first invalid element."""
 
 
 class Body(_FailFast):
-    """A frozen body of our own; an unknown key is an error."""
+    """Base class of data in formats that Turnwise defines. Objects are frozen; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class OpenBody(_FailFast):
-    """A frozen body in the format of another API (OpenAI's, or a legacy route's); unknown keys are kept."""
+    """Base class of frozen data in the format of another API, such as OpenAI's. Unknown keys are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
 
 class StrictReply(_FailFast):
-    """The fields that we read in the reply of a server that is not ours: strict types, finite numbers.
+    """Base class for replies of other parties' servers: types are strict, and numbers must be finite.
 
-    Unknown keys are dropped. An optional field may also be null, as many servers write it.
+    Unknown keys are dropped. Subclasses let optional fields be null, because many servers send null.
     """
 
     model_config = ConfigDict(
@@ -102,16 +102,16 @@ def with_optional(source: type[BaseModel], absent: str = "") -> Callable[[type[M
 
 
 class Reply(Body):
-    """A frozen body that only a service writes.
+    """Base class of replies that a service writes and does not read.
 
-    Its validator is built at first use; most replies never need it, because FastAPI only declares them.
+    The validator is built at first use, because most replies are only declared to FastAPI.
     """
 
     model_config = ConfigDict(defer_build=True)
 
 
 class OpenReply(OpenBody):
-    """A reply in the format of another API; it may have further keys."""
+    """Base class of replies in another API's format; further keys are allowed."""
 
     model_config = ConfigDict(defer_build=True)
 
@@ -124,19 +124,19 @@ def finite(reward: float) -> float:
 
 
 def shown(value: Any) -> str:
-    """Return the text of a value, clipped to 60 characters, and its type."""
+    """Return `repr(value)`, clipped to 60 characters, with the type in parentheses."""
     text = repr(value)
     return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
 
 
 def say_needed(item: Mapping[str, Any], name: str, needed: str) -> str:
-    """Return `NAME is 3 (int); a text is needed` about the value that `item` has under the key `name`."""
+    """Return an error text about `item[name]`, such as `seed is '7' (str); a number is needed`."""
     value = item.get(name)
     return f"{name} {'is missing or null' if value is None else f'is {shown(value)}'}; {needed} is needed"
 
 
 def is_among(value: Any, allowed: Iterable[Any]) -> bool:
-    """Whether the value is among the allowed ones in JSON, where true is not 1 and false is not 0."""
+    """Whether `value` equals an allowed value as in JSON, where true differs from 1 and false from 0."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
 
 
@@ -149,7 +149,7 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return the end of a message about an unknown name: `". Did you mean 'a'? Known: a, b"`.
 
-    The likely name comes first, because a long list may be cut. Without a likely name: `"; known: a, b"`.
+    The suggestion comes first, because a long list may be cut. If no name is similar: `"; known: a, b"`.
     """
     close = closest(name, known)
     start = "; known" if close is None else f". Did you mean {close!r}? Known"
@@ -159,7 +159,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 def suggest_to_policy(name: str, known: Collection[str]) -> str:
     """Return the end of a message to a policy about an unknown name: `"; known: a, b. Did you mean 'a'?"`.
 
-    Do not change these words: the text is part of environments, whose results must stay comparable.
+    Do not change this wording: environments show it to policies, and their results must stay comparable.
     """
     close = closest(name, known)
     guess = "" if close is None else f". Did you mean {close!r}?"

@@ -1,4 +1,4 @@
-"""The result of a user's reward function, under the published names.
+"""The types of the result of a user's reward function, with the names that source 2 publishes.
 
 Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (the reward function of Phase 1); DESIGN.md 4.3.
 """
@@ -15,7 +15,7 @@ StepIndex = Annotated[int, Field(strict=True)] | Annotated[str, Field(max_length
 
 
 class MetricResult(Body):
-    """A further figure, only for people."""
+    """A further score that is only shown to people and affects no reward."""
 
     is_score_valid: bool = True
     score: Finite = Field(ge=0.0, le=1.0)
@@ -23,7 +23,7 @@ class MetricResult(Body):
 
 
 class StepOutput(Body):
-    """The result for one step; `step_index` is the decision index t from 0, as a number or as digits."""
+    """The reward of one decision; `step_index` is the decision index t from 0, as an integer or as digits."""
 
     step_index: StepIndex
     base_reward: Finite
@@ -34,7 +34,7 @@ class StepOutput(Body):
 class EvaluateResult(Body):
     """The result for one episode, optionally with results for single steps (`step_outputs`).
 
-    If it has an `error` or an invalid score, the rollout fails and is retried.
+    If `error` is set or `is_score_valid` is false, the rollout fails and is retried.
     """
 
     score: Finite

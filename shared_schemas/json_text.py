@@ -1,8 +1,9 @@
-"""JSON text that both services accept: valid characters, finite numbers, bounded depth.
+"""Reads JSON as both services accept it: with valid characters, finite numbers and bounded depth.
 
-Python's own reader accepts values that cannot be written to records, replies or databases: lone surrogates
-("\\ud83d"), NaN, 1e999, hundreds of levels. Such text is refused on entry, so that the sender gets the error.
-Text of a model or an environment is made encodable instead, because no sender could correct it.
+Python's `json` accepts values that cannot be written to records, replies or databases: lone surrogates
+("\\ud83d"), NaN, 1e999, hundreds of levels. Requests with such values are refused, so that the sender gets
+the error. In text of a model or an environment, `?` replaces lone surrogates, because no sender could correct
+it.
 """
 
 import json
@@ -21,12 +22,12 @@ Value = TypeVar("Value")
 
 # Recursion up to this depth is safe; pydantic_core.from_json refuses more.
 MAX_DEPTH = 201
-# A limit because pydantic makes an error for each unknown key, and may compare the key with all known ones.
+# Limited because pydantic makes an error for each unknown key, and may compare the key with all known ones.
 MAX_MEMBERS = 10_000
 NUL = "U+0000, which no database holds"
-# Patterns of numbers that the reader accepts and we may refuse, in a text whose digits are all replaced by 0.
-# Only texts that contain a pattern are searched; most contain none. A number with a two-digit exponent is too
-# large only if it has about 200 more digits.
+# After all digits of a text are replaced by 0, a number that may be too large contains one of these patterns.
+# Only texts with a pattern are searched for faults; most have none. A number with a two-digit exponent is too
+# large only if it also has about 200 digits, which _LONG finds.
 _DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
 _HUGE, _HUGE_PLUS, _LONG = b"0e000", b"0e+000", b"0" * 200
 _LARGEST = sys.float_info.max
@@ -36,9 +37,9 @@ _HALVES = ("hex escape", "surrogate", "unicode code point")
 def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
     """Parse a JSON text; a leading byte order mark is ignored, as RFC 8259 allows.
 
-    `keeps_nul` allows U+0000. Raises ValueError with cause and place for text that is not JSON in UTF-8, a
-    lone surrogate, U+0000, a number beyond a float's range, more than MAX_DEPTH levels, an object with more
-    than MAX_MEMBERS keys, or a repeated key (RepeatedKey).
+    Raises ValueError, with cause and place, for text that is not JSON in UTF-8, a lone surrogate, U+0000
+    (unless `keeps_nul`), a number beyond the range of a float, more than MAX_DEPTH levels, an object with
+    more than MAX_MEMBERS keys, or a repeated key (RepeatedKey).
     """
     value = _read(text, keeps_nul)
     _refuse_repeated(text if isinstance(text, str) else without_mark(text))
@@ -46,10 +47,9 @@ def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
 
 
 def read_typed(validate: Callable[[bytes], Value], text: bytes) -> Value:
-    """Parse a JSON text with pydantic's `validate_json`, and refuse repeated keys.
+    """Parse a JSON text with `validate`, a `validate_json` of pydantic, and refuse repeated keys.
 
-    Raises the errors of `validate`, RepeatedKey, and another ValueError for text that Python's reader
-    refuses.
+    Raises the errors of `validate`, RepeatedKey, or ValueError for text that Python's `json` cannot parse.
     """
     value = validate(text)
     _refuse_repeated(text)  # last, because pydantic's errors name the place
@@ -77,7 +77,7 @@ def _read(text: bytes | str, keeps_nul: bool) -> Any:
 
 
 class RepeatedKey(ValueError):
-    """An object has a `key` twice; readers differ on the value that counts."""
+    """Raised if a JSON object has a `key` twice, because parsers differ on which value they keep."""
 
     def __init__(self, key: str) -> None:
         super().__init__(f"the key {key[:80]!r} comes twice")
@@ -85,7 +85,7 @@ class RepeatedKey(ValueError):
 
 
 def each_key_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object from key-value pairs, as json's `object_pairs_hook`. Raises RepeatedKey."""
+    """Return a JSON object's pairs as a dict; an `object_pairs_hook` of `json`. Raises RepeatedKey."""
     record = dict(pairs)
     if len(record) < len(pairs):
         names = [name for name, _ in pairs]
@@ -98,16 +98,16 @@ _EACH_KEY_ONCE = json.JSONDecoder(object_pairs_hook=each_key_once)
 
 
 def _refuse_repeated(text: bytes | str) -> None:
-    """Refuse a JSON text with a repeated key, of which pydantic would silently take the last value."""
+    """Raise RepeatedKey if an object repeats a key; pydantic alone would silently keep the last value."""
     _EACH_KEY_ONCE.decode(text if isinstance(text, str) else text.decode())
 
 
 def read_quotation(text: bytes) -> Any:
-    """Parse a JSON text that may quote a model.
+    """Parse a JSON text that may quote text of a model, and tolerate faults in that text.
 
-    An agent sends the model's text back, and refusing faulty text would lose the episodes in which the model
-    errs. So U+0000 is kept, `?` replaces a lone surrogate, and the last value of a repeated key counts.
-    Raises ValueError as `read_json` for everything else.
+    An agent sends a model's text back with its next call. Refusing faulty text would lose the episodes in
+    which the model errs. Therefore U+0000 is kept, `?` replaces a lone surrogate, and the last value of a
+    repeated key counts. Raises ValueError for the other faults that `read_json` refuses.
     """
     try:
         return _read(text, keeps_nul=True)
@@ -119,7 +119,7 @@ def read_quotation(text: bytes) -> Any:
 
 
 def encodable_json(value: Any) -> Any:
-    """Copy JSON-able data, with `encodable` applied to every string, including keys."""
+    """Return a copy of JSON data in which `?` replaces lone surrogates in all strings, including keys."""
     with suppress(ValueError):  # mostly a lone surrogate; without one, this is the faster way to copy
         return from_json(to_json(value, inf_nan_mode="constants"))
     return _encodable(value)
@@ -138,8 +138,8 @@ def _encodable(value: Any) -> Any:
 def plain_json(value: Any, place: str) -> Any:
     """Return a plug-in's data in types of JSON: numpy's arrays and scalars become lists and numbers.
 
-    Raises TypeError for data that JSON cannot hold, and ValueError for NaN or infinity; both name the path
-    below `place`.
+    Raises TypeError for other types that JSON cannot hold, and ValueError for NaN or infinity. Both messages
+    begin with `place` and the path to the fault.
     """
     try:
         text = to_json(value, inf_nan_mode="constants")
@@ -157,7 +157,7 @@ def plain_json(value: Any, place: str) -> Any:
 def plain_number(value: Any, place: str) -> int | float:
     """Convert a plug-in's number, such as a scalar of numpy or torch, to a finite int or float.
 
-    Raises TypeError for anything but a number and ValueError for NaN or infinity; both begin with `place`.
+    Raises TypeError if it is no number, and ValueError for NaN or infinity. Messages begin with `place`.
     """
     number: Any = value
     if type(value) is not float and type(value) is not int:
@@ -174,7 +174,7 @@ def plain_number(value: Any, place: str) -> int | float:
 
 
 def _to_list(value: Any) -> Any:
-    """Convert a value of numpy or torch to lists and numbers."""
+    """Convert an array or scalar of numpy or torch to lists and numbers. Raises TypeError for others."""
     if not hasattr(value, "tolist"):
         raise TypeError(shown(value))
     return value.tolist()
@@ -193,7 +193,7 @@ def _is_infinite(value: Any) -> bool:
 
 
 def _describe_first(value: Any, test: Callable[[Any], bool]) -> str:
-    """Describe the first part of a value that passes the test, with its path; "" if none does."""
+    """Return path and description of the first part of `value` for which `test` is true, or ""."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         parts = value.items()
@@ -206,7 +206,7 @@ def _describe_first(value: Any, test: Callable[[Any], bool]) -> str:
 
 
 def _describe_infinity(raw: bytes) -> str:
-    """Describe the first NaN or infinity of a text, which JSON lacks; "" for other errors."""
+    """Describe the first NaN or infinity in a text that failed to parse; "" if the cause is another one."""
     try:
         place = _describe_first(from_json(raw), _is_infinite)
     except ValueError:
@@ -215,7 +215,7 @@ def _describe_infinity(raw: bytes) -> str:
 
 
 def _describe_syntax_error(message: str) -> str:
-    """Describe the error of a text by the message of pydantic's reader, which ends with the place."""
+    """Return our description of a syntax error, given the message of pydantic's parser."""
     reason, _, place = message.rpartition(" at ")
     if any(word in reason for word in _HALVES):
         reason = "half a character (a lone surrogate)"
@@ -225,7 +225,7 @@ def _describe_syntax_error(message: str) -> str:
 
 
 def _find_fault(value: Any, keeps_nul: bool) -> tuple[str, str] | None:
-    """Return path and description of the first fault in a value; None if there is none."""
+    """Return path and description of the first part of a value that `read_json` refuses, or None."""
     parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, str):
         return ("", NUL) if "\0" in value and not keeps_nul else None
@@ -246,7 +246,7 @@ def _find_fault(value: Any, keeps_nul: bool) -> tuple[str, str] | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the keys, at any depth, whose value is None."""
+    """Return a copy of a value without the keys, at any depth, whose value is None."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value

@@ -24,7 +24,7 @@ class ToolCall(OpenBody):
 
 
 class Message(OpenBody):
-    """One chat message; it is frozen, so an observation that holds it cannot change."""
+    """One chat message. It is frozen, so that an observation which contains the message cannot change."""
 
     role: str
     content: str | None = ""
@@ -45,9 +45,9 @@ class ToolSpec(OpenBody):
 
 
 def refuse_no_opening(value: Any, name: str) -> None:
-    """Refuse anything but the opening of an episode: a text, or messages of which the last is the user's.
+    """Raise ValueError unless a value can open an episode: a text, or messages that end with the user's.
 
-    Only a message with tool calls may be empty. The ValueError begins with `name` (the column or key).
+    Only a message with tool calls may be empty. The error begins with `name`, the value's column or key.
     """
     if isinstance(value, str) and value.strip():
         return
@@ -63,9 +63,9 @@ def refuse_no_opening(value: Any, name: str) -> None:
 
 
 def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tuple[Message, ...]:
-    """Return the messages of a `dialogue` before the first answer; the trainer measures their length.
+    """Return the first prompt of the environment `dialogue`.
 
-    A prompt that is a text gets the system message `system`.
+    A `prompt` that is a text becomes the user's message, after the system message `system` (if not empty).
     """
     if not isinstance(prompt, str):
         return prompt
@@ -74,9 +74,9 @@ def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tup
 
 
 def refuse_unanswerable(value: Any, name: str) -> None:
-    """Refuse messages that an interaction cannot answer; the last one must be the assistant's.
+    """Raise ValueError unless an interaction can answer the messages, which must end with the assistant's.
 
-    Its content may be empty, or None, and is scored anyway.
+    An assistant message with empty content or None is accepted; the interaction scores it like any other.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} is {shown(value)}; it is a list of messages, and not empty")

@@ -1,4 +1,4 @@
-"""Numbers as people and models write them, read exactly. Pure.
+"""Reads numbers as people and models write them, without rounding. Pure.
 
 This module reads both sides of a comparison: the ground truth of a data row (`read_number`) and the answer of
 a model (`last_number`). docs/plugins.md lists the accepted forms.
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 # Longest number that is read; a longer word is noise, such as a checksum.
 LONGEST = 300
-# Only the end of a longer answer is read, so that a hostile answer takes some tenths of a second at most.
+# Number of characters at the end of an answer that are read: a hostile answer then takes some tenths of a
+# second at most.
 _MOST = 100_000
 
 # Each character is replaced by one character, so that positions in a text stay the same.
@@ -52,7 +53,7 @@ _BODY = (
 
 
 def _number_pattern(blank: str) -> str:
-    """Return the pattern of a number; its sign may stand before or after a currency, bracket or emphasis."""
+    """Return the regex of a number whose sign may precede or follow currency signs, brackets and emphasis."""
     return (
         rf"(?:(?<![\w)\]}}%\u2014+-])(?<!\d{_MONEY})(?P<sign>[-+]){blank})?"
         rf"(?P<open>(?:{_OPEN}{blank}){{1,8}})?"
@@ -91,22 +92,22 @@ class Exact(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number in a text."""
+    """A number that was read from a text or a value."""
 
     text: str
     """The number without grouping, currency and full stop, such as `-1000.50` or `3/4`."""
     value: Exact | None
-    """None for a text without a value, such as `1.2.3`."""
+    """The exact value; None if the text has no value, such as `1.2.3`."""
 
     def equals(self, other: "Number") -> bool:
-        """Whether both have the same value: 1.0 equals 1,000/1000. False if one has no value."""
+        """Whether both numbers have equal values, as 1.0 and 1,000/1000. False if either has no value."""
         return self.value is not None and self.value == other.value
 
 
 def read_number(value: object) -> Number | None:
-    """Read a value, or a text that consists of one number; None if it is not a number with a value.
+    """Convert an int, a float, or a text that consists of one number. Return None for anything else.
 
-    NaN, infinity, booleans, containers and numbers of more than 300 characters give None.
+    Return None also for NaN, infinity, booleans, texts like `1.2.3`, and more than 300 characters.
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         return None
@@ -119,14 +120,14 @@ def read_number(value: object) -> Number | None:
 
 
 def join_thousands(text: str) -> str:
-    """Remove the separators of thousands if the text is one number: `$1,000` becomes `$1000`."""
+    """Return a number without separators of thousands (`$1000` for `$1,000`), and other texts unchanged."""
     return text if read_number(text) is None else _ungroup(text)
 
 
 def last_number(text: str, *, marked: bool) -> Number | None:
-    """Find the last number of a text with its sign; if `marked`, only numbers after the mark `#### ` count.
+    """Return the last number in a text, or None. If `marked`, only numbers directly after `#### ` count.
 
-    A number in a word of more than 300 characters, or before the last 100,000 characters, does not count.
+    Numbers in words of more than 300 characters, or before the last 100,000 characters, are ignored.
     """
     for written, end in _find_marked(text) if marked else _find_all(text):
         rest = _REST.match(text, end)
@@ -136,7 +137,7 @@ def last_number(text: str, *, marked: bool) -> Number | None:
 
 
 class _Written(NamedTuple):
-    """The characters of one number, and the signs before them."""
+    """The matched characters of one number (`body`), and the signs that precede them."""
 
     body: str
     signs: tuple[str, ...]
@@ -147,13 +148,13 @@ def _written(match: re.Match[str]) -> _Written:
 
 
 def _find_marked(text: str) -> Iterator[tuple[_Written, int]]:
-    """Yield the numbers after marks and their end positions, the last number first."""
+    """Yield each number directly after a mark `#### ` and its end in the text, in backward order."""
     matches = [*_MARKED.finditer(text.translate(_PLAIN), max(0, len(text) - _MOST))]
     yield from ((_written(match), match.end()) for match in reversed(matches))
 
 
 def _find_all(text: str) -> Iterator[tuple[_Written, int]]:
-    """Yield all numbers and their end positions, the last first; a list gives only its last number."""
+    """Yield each number and its end in the text, in backward order; of a list `1,2,42`, only the last."""
     stop, least = len(text), max(0, len(text) - _MOST)
     while stop > least:
         digits = [*_DIGIT.finditer(text, max(0, stop - LONGEST), stop)]
@@ -163,7 +164,7 @@ def _find_all(text: str) -> Iterator[tuple[_Written, int]]:
         place = digits[-1].start()
         match, before = _match_number(text, place)
         items = _COMMA.split(body := match["body"])
-        # `1,2,42` is a list. A single comma may be a decimal comma, and a last group 000 is not an item.
+        # `1,2,42` is a list. A single comma may be a decimal comma, and a last part like 000 is no number.
         is_list = len(items) > 2 and not (len(body) <= LONGEST and _body_value(body) is not None)
         if is_list and not re.match(r"0\d", items[-1]):
             yield _Written(items[-1], ()), before + match.end()
@@ -173,7 +174,7 @@ def _find_all(text: str) -> Iterator[tuple[_Written, int]]:
 
 
 def _match_number(text: str, place: int) -> tuple[re.Match[str], int]:
-    """Match the number whose last digit is at `place`; return the match, and where the search began."""
+    """Return the match of the number whose last digit is at `place`, and the start of the searched part."""
     for width in (50, 2 * LONGEST):
         before = max(0, place - width)
         part = text[before : place + 5].translate(_PLAIN)

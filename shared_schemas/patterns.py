@@ -1,8 +1,9 @@
-"""Regular expressions of callers, checked when they are read and matched in linear time.
+"""Regular expressions that callers send: checked when they are received, and matched in linear time.
 
 Python's `re` backtracks: `(a+)+$` on forty letters runs longer than the rollout, and cannot be interrupted.
 Rust's `regex` engine, which comes with pydantic, takes linear time, but has no look-around and no
-back-references. Its time also grows with the expanded pattern and with the text, so both are limited.
+back-references. The time is proportional to the length of the text and to the size of the pattern with all
+repetitions expanded, so both are limited.
 """
 
 import re
@@ -19,8 +20,8 @@ MAX_EXPANSION = 2_000
 # ordinary pattern microseconds.
 SEARCH_BYTES = 4_096
 # Tokens with a brace or an x flag, in this order: escapes with braces (\x{2028}, \p{Greek}, \b{start}), other
-# escapes, plain counts, other braces, the flag. A brace in a character class counts as a repetition, which
-# only refuses more patterns.
+# escapes, plain counts, other braces, the flag. A brace in a character class is taken for a repetition, so a
+# few harmless patterns are refused.
 _TOKEN = re.compile(
     r"\\[xuUpP]\{[^}]*\}|\\b\{[a-z-]+\}|\\."
     r"|\{(?P<least>[0-9]+)(?:,(?P<most>[0-9]*))?\}|(?P<brace>\{)|(?P<flag>\(\?[a-zA-Z-]*x)",
@@ -29,10 +30,10 @@ _TOKEN = re.compile(
 
 
 class LinearPattern:
-    """A compiled pattern.
+    """A regular expression in the syntax of Rust's `regex`, compiled and limited in size.
 
-    Raises ValueError if the pattern cannot be compiled, expands too far, or has the flag x or an unclear
-    brace.
+    Raises ValueError if the pattern cannot be compiled, is too large when its repetitions are expanded, sets
+    the flag x, or contains a brace that is neither escaped nor part of a count.
     """
 
     def __init__(self, pattern: str) -> None:
@@ -53,15 +54,15 @@ class LinearPattern:
             ) from exc
 
     def matches(self, text: str) -> bool:
-        """Whether the pattern matches in the last SEARCH_BYTES of the text, which must be encodable."""
+        """Whether the pattern matches in the last SEARCH_BYTES of a text, which has no lone surrogates."""
         # A character has at least one byte. Ignore the errors of a character that is cut at the start.
         return self._search(text[-SEARCH_BYTES:].encode()[-SEARCH_BYTES:].decode(errors="ignore"))
 
 
 def _most_repetitions(pattern: str) -> int:
-    """Multiply all repetition counts, as if they were nested: {2} and {3} give 6.
+    """Return the product of all repetition counts, as if they were nested: 6 for {2} and {3}.
 
-    Raises ValueError if a count is unclear.
+    Raises ValueError for the flag x, and for a brace that does not begin a count.
     """
     counts = []
     for token in _TOKEN.finditer(pattern):

@@ -1,7 +1,7 @@
 """Reads users' text files: UTF-8 with or without a byte order mark.
 
-Windows editors and shells write a byte order mark, or UTF-16. All files of users are read by this module, so
-that the mark is never part of the text, and an error names another encoding instead of a syntax error.
+Windows editors and shells write a byte order mark, or UTF-16. All files of users are read by this module. It
+removes the mark, and its error about another encoding names that encoding.
 """
 
 import json
@@ -16,16 +16,16 @@ _MARK = "\N{ZERO WIDTH NO-BREAK SPACE}".encode()
 def read_text(path: Path) -> str:
     """Read a user's file without a byte order mark; all line ends become line feeds.
 
-    Raises OSError if the file cannot be read, and ValueError as `decode_text`.
+    Raises OSError if the file cannot be read, and ValueError if it is not UTF-8 (`decode_text`).
     """
     return decode_text(path.read_bytes()).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def decode_text(data: bytes) -> str:
-    """Decode UTF-8, without a byte order mark.
+    """Decode UTF-8, and remove a byte order mark.
 
-    Raises ValueError, which names the place of an invalid byte, or the text's encoding if that is another.
-    The message contains no part of the text, which may be a key.
+    Raises ValueError, whose message names the place of an invalid byte, or UTF-16 or UTF-32 if the text has
+    that encoding. The message contains no part of the text, because the text may be a secret key.
     """
     encoding = json.detect_encoding(data)  # by the mark, or by zeros next to the first characters
     if not encoding.startswith("utf-8"):
@@ -50,8 +50,8 @@ def encodable(text: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Escape (as `\\x1b`) control characters, except tab and line feed, and marks of the text's direction.
+    """Replace control characters (except tab and line feed) and text direction marks by escapes like `\\x1b`.
 
-    A terminal that prints the result neither moves its cursor, sets its title nor reorders characters.
+    A terminal that prints the result does not move its cursor, set its title or reorder characters.
     """
     return _CONTROL.sub(lambda one: one[0].encode("unicode_escape").decode(), text)

@@ -13,16 +13,16 @@ MODULE = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """A kind of environment."""
+    """Describes the environments whose names begin with one prefix."""
 
     argument: str
-    """Name of the text after the colon."""
+    """What follows the colon in a name, such as `ID` or `URL`."""
     plays: str
-    """Description of the environment."""
+    """What such a name stands for."""
     how: str
-    """The way in which an operator, or a job with its own task app, allows more environments of this kind."""
+    """How an operator, or a job that starts its own task app, allows more environments of this kind."""
     draws: bool = False
-    """Whether an environment of this kind may have pictures."""
+    """Whether an environment of this kind may be able to draw pictures of its states."""
 
 
 def _place(variable: str, key: str) -> str:
@@ -66,5 +66,5 @@ PREFIXES: Mapping[str, Prefix] = {
 
 
 def list_prefixes() -> str:
-    """List all prefixes, as `gymnasium:ID, ...`."""
+    """Return a text that lists all prefixes: `gymnasium:ID, mcp:URL, ...`."""
     return ", ".join(f"{name}:{prefix.argument.partition(' ')[0]}" for name, prefix in PREFIXES.items())

@@ -6,9 +6,9 @@ PROBLEM_MEDIA_TYPE = "application/problem+json"
 
 
 class Problem(Body):
-    """An error for a person (`detail`, `hint`) and for a program (`code`).
+    """Body of an error reply: `detail` and `hint` are for people, `code` is for programs.
 
-    `where` names the place: a header, a body path such as `rollouts.3.start.seed`, an id.
+    `where` names the faulty part: a header, a path in the body such as `rollouts.3.start.seed`, or an id.
     """
 
     type: str = "about:blank"

@@ -1,4 +1,4 @@
-"""Bodies of POST /replay of the task app, which plays a recorded episode again for pictures and snapshots."""
+"""Bodies of POST /replay, by which a task app replays a recorded episode for pictures and snapshots."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from shared_schemas.messages import ToolCall
 from shared_schemas.rollouts import Name, Seed, Start
 from shared_schemas.trajectory import StepData
 
-# 9 cells of Crafter with textures of 16 pixels, so that pictures are not scaled.
+# The default: 9 cells of Crafter with textures of 16 pixels, so that pictures are not scaled.
 FRAME_SIDE = 144
 MOST_SNAPSHOTS = 16
 # At least 18 pixels, so that a cell of Crafter has more than one pixel. Large frames would take memory,
@@ -20,13 +20,13 @@ FrameTurn = Annotated[int, Field(ge=0, le=10_000, strict=True)]
 
 
 def read_words(action: Mapping[str, Any]) -> str | None:
-    """Return the text of a recorded action that an environment executed; None for any other action."""
+    """Return the content of a text action that the environment executed; None for any other action."""
     is_said = action.get("type") == "text" and "invalid_reason" not in action
     return str(action.get("content") or "") if is_said else None
 
 
 class ReplayTurn(Body):
-    """One decision of a record: its action, and what the environment did, for comparison with the replay."""
+    """One recorded decision: the action to replay, and its effects, for comparison with the replay."""
 
     tool_calls: tuple[ToolCall, ...] = ()
     text: str | None = Field(default=None, description="the words, where the environment takes words")
@@ -94,14 +94,14 @@ class ReplayFrame(Body):
 
 
 class ReplaySnapshot(Body):
-    """The environment after a turn."""
+    """A snapshot of the environment after a turn."""
 
     turn: FrameTurn
     snapshot: str = Field(description="as from POST /env/snapshot; a rollout can start from it")
 
 
 class ReplayReply(Body):
-    """Answer of POST /replay, in the order of the turns."""
+    """Reply of POST /replay; frames and snapshots are in the order of their turns."""
 
     frames: tuple[ReplayFrame, ...] = ()
     snapshots: tuple[ReplaySnapshot, ...] = ()

@@ -1,7 +1,7 @@
-"""The reward r_t of a decision, and the switches of decision rewards. Pure.
+"""Computes the reward r_t of each decision of an episode, and defines the settings for it. Pure.
 
-Both services use it: the task app reports an episode's rewards, and the trainer computes them for stored
-rollouts.
+Both services use this module: the task app to report the rewards of an episode, the trainer to compute them
+for stored rollouts.
 """
 
 import math
@@ -20,10 +20,10 @@ EventRewardsKind = Literal["unique", "absolute"]
 
 
 class StepRewardKeys(Body):
-    """The switches of decision rewards, with their names in [training].
+    """The settings of decision rewards, with their names in the table [training].
 
-    Only the first two affect an episode: they decide whether a step's metadata has `decision_rewards`. The
-    other three record in a stored request how its rewards are computed.
+    Only the first two affect an episode: they decide whether a step's metadata contains `decision_rewards`.
+    The other three affect only how rewards are computed; a request contains them for the record.
 
     Source: 1-crafter-event-rewards.md, "Switches/Flags in TOML"; DESIGN.md 4.3.
     """
@@ -42,7 +42,7 @@ class StepRewardKeys(Body):
 
     @property
     def reward_mode(self) -> StepRewardsMode:
-        """The effective mode: `off` if the master switch is off."""
+        """`step_rewards_mode`, or `off` if `step_rewards_enabled` is false."""
         return self.step_rewards_mode if self.step_rewards_enabled else "off"
 
     @property
@@ -51,12 +51,12 @@ class StepRewardKeys(Body):
 
     @property
     def step_rewards(self) -> "StepRewards":
-        """The same switches in the form of a rollout request."""
+        """The same settings in the form of a rollout request."""
         values = {name: getattr(self, name) for name in StepRewardKeys.model_fields}
         return StepRewards.model_validate(values, by_alias=False, by_name=True)
 
 
-# Names of the switches in `step_rewards`, which are those of existing Crafter task apps.
+# Names of the settings in `step_rewards`, which are those of existing Crafter task apps.
 WIRE_NAMES = {
     "step_rewards_enabled": "enabled",
     "step_rewards_mode": "mode",
@@ -67,19 +67,19 @@ WIRE_NAMES = {
 
 
 class StepRewards(StepRewardKeys):
-    """The table `step_rewards` of a config or request, with the names of existing Crafter task apps."""
+    """The table `step_rewards` of a config or request, with the key names of existing Crafter task apps."""
 
     model_config = ConfigDict(
         alias_generator=lambda name: WIRE_NAMES.get(name, name), serialize_by_alias=True
     )
 
 
-# Published names of the `strategy` in which all achievements count the same; the trainer has no other.
+# Published names of the `strategy` in which all achievements count the same, the only one of the trainer.
 CONSISTENT_STRATEGIES = ("consistent", "simple", "consistent_stepwise", "decision_consistent")
 
 
 class UndefinedReward(ValueError):
-    """The rewards of an episode are undefined; `turn` is the faulty decision, None if no single one is."""
+    """Raised if rewards of an episode are undefined; `turn` is the faulty decision, if there is just one."""
 
     def __init__(self, fault: str, *, turn: int | None = None) -> None:
         super().__init__(fault)
@@ -89,20 +89,21 @@ class UndefinedReward(ValueError):
 def reward_vector(
     steps: Sequence[StepData], outcome_reward: float, keys: StepRewardKeys, *, horizon: int | None = None
 ) -> list[float]:
-    """Compute r_t of every decision of one episode.
+    """Return the reward r[t] of every decision t of one episode of T decisions.
 
         off                r[T-1] = outcome_reward + all penalties;  every other r[t] = 0
         decision_stepwise  r[t] = delta_t + [unique_delta_t > 0] * (lambda + beta * (H - t)) + parts_t
         env_sparse         r[t] = sum of the decision's env_rewards + parts_t
 
-    delta_t is unique_delta or ach_delta, parts_t the sum of the decision's reward_parts, H the horizon.
-    `off` ignores decision metadata, and the other two ignore the outcome, so that no achievement counts
-    twice. An environment without achievements has no deltas: there r[t] is parts_t.
+    delta_t is unique_delta or ach_delta (by `event_rewards_kind`), lambda and beta are the settings that end
+    in these names, parts_t is the sum of the decision's reward_parts, and H is the horizon. `off` ignores
+    decision metadata, and the other modes ignore the outcome, so that no achievement counts twice. In an
+    environment without achievements, the `decision_stepwise` reward r[t] is parts_t.
 
-    Without a horizon, H is the episode's final T, as published, so a reward depends on later decisions.
-    Raises UndefinedReward for an episode without decisions, turns other than 1..T in order, a record of
-    another turn, a record or reward that is missing though the mode needs it, a value that is not finite, and
-    more decisions than the horizon.
+    Without a horizon, H is T, as published; a reward then depends on how many decisions follow.
+    Raises UndefinedReward if the episode has no decisions or more than the horizon, if its turns are not 1..T
+    in order, if a record that the mode needs is missing or belongs to another turn, or if a reward is missing
+    or not finite.
 
     Source: 1-crafter-event-rewards.md, "Collector changes"; DESIGN.md 4.3.
     """
@@ -126,9 +127,9 @@ def reward_vector(
 
 
 def event_terms(record: DecisionRewards, keys: StepRewardKeys, *, decisions_left: int) -> list[float]:
-    """Return the terms of a decision's reward for achievements: the delta, then bonuses of a first unlock.
+    """Return the terms of a decision's reward for achievements: delta, and any bonuses for a first unlock.
 
-    `decisions_left` is H - t, which includes the decision itself.
+    `decisions_left` is H - t: it counts the decision itself.
     """
     delta = float(record.unique_delta if keys.event_rewards_kind == "unique" else record.ach_delta)
     if record.unique_delta == 0:
@@ -137,11 +138,10 @@ def event_terms(record: DecisionRewards, keys: StepRewardKeys, *, decisions_left
 
 
 def has_achievements(steps: Sequence[StepData]) -> bool:
-    """Whether the episode's environment has achievements: any step has counters or a record of achievements.
+    """Whether any step of an episode has counters or a record of achievements.
 
-    An environment with achievements always shows all its counters (`task_app.testing` checks that). If a
-    single step lacks its record or counters, the other steps still show that the environment has
-    achievements.
+    An environment with achievements shows all its counters in every step (`task_app.testing` checks that).
+    All steps are searched, because single steps of a faulty episode may lack counters and record.
     """
     return any(
         step.metadata.decision_rewards is not None
@@ -177,7 +177,7 @@ def _event_rewards(steps: Sequence[StepData], keys: StepRewardKeys, horizon: int
 
 
 def _record(step: StepData, length: int) -> DecisionRewards:
-    """Return a step's record of its turn. Raises UndefinedReward if it is missing or names another turn.
+    """Return the achievements of a step. Raises UndefinedReward if they are missing or of another turn.
 
     `length` is the episode's number of decisions.
     """
@@ -197,17 +197,17 @@ def _record(step: StepData, length: int) -> DecisionRewards:
 
 @lru_cache(maxsize=1024)
 def _no_rewards(turn: int) -> DecisionRewards:
-    """Make the record of a decision without achievements; episodes share it, because it is frozen."""
+    """Return the record of a decision without achievements; episodes share it, because it is frozen."""
     return DecisionRewards(turn=turn, ach_delta=0, unique_delta=0, all=(), unique=())
 
 
 def decision_rewards(before: Mapping[str, int], after: Mapping[str, int], *, turn: int) -> DecisionRewards:
-    """Find a decision's achievements from the counters before and after it; `turn` counts from 1.
+    """Compute a decision's achievements from the counters before and after it; `turn` counts from 1.
 
         all    = achievements whose counter rose during the decision
         unique = the achievements in `all` whose counter was 0 before: first unlocked in the episode
 
-    A missing name counts as 0. Raises ValueError if a counter fell.
+    A missing counter counts as 0. Raises ValueError if a counter fell.
 
     Source: 1-crafter-event-rewards.md, "What to compute per decision"; DESIGN.md 4.1.
     """

@@ -52,7 +52,7 @@ def _check_size(value: JsonValue) -> JsonValue:
 
 GroundTruth = Annotated[JsonValue, AfterValidator(_check_size)]
 
-# Arguments that start_interaction and generate_response always get.
+# Arguments that the service itself passes to start_interaction and generate_response.
 _RESERVED_ARGUMENTS = frozenset({"self", "instance_id", "messages", "name"})
 
 
@@ -68,13 +68,13 @@ InteractionKwargs = Annotated[dict[str, JsonValue], AfterValidator(_refuse_reser
 
 
 class Start(Body):
-    """The start of an episode: the world of a seed, or a snapshot by value.
+    """Where an episode starts: in the world of a seed, or in the state that `snapshot` contains.
 
-    The snapshot comes from an environment session (POST /env/snapshot) with the same environment and config.
-    Its world, counters and history continue; turns and limits count from this start. The parent is only
-    recorded. This is one class and not a union, whose member names would appear in the paths of errors.
+    A snapshot, such as from POST /env/snapshot, must come from the same environment and config. Its world,
+    counters and history continue, but turns and limits count from this start. The parent is only recorded.
     """
 
+    # One class and not a union, because the names of a union's members would appear in the paths of errors.
     seed: Seed | None = None
     snapshot: str | None = Field(default=None, min_length=1)
     draws_seed: Seed | None = Field(
@@ -102,7 +102,7 @@ class EnvSpec(Body):
 
 
 class PolicySpec(Body):
-    """A policy; `inference_key` is sent to `inference_url` as a Bearer token, and never stored or logged."""
+    """The policy; `inference_key` is sent to `inference_url` as a Bearer token, never stored or logged."""
 
     policy_name: Name
     config: dict[str, Any] = Field(default_factory=dict)
@@ -113,7 +113,7 @@ class PolicySpec(Body):
 
 
 class InteractionSpec(Body):
-    """The interaction that answers as the user; the operator's file defines its name.
+    """Names the interaction (simulated user) that answers the policy; the operator's file defines the names.
 
     `kwargs` come from the data row (`interaction_kwargs` without the name). They may contain the right
     answer, so they are never shown to the policy or written to a log.
@@ -126,7 +126,7 @@ class InteractionSpec(Body):
 
 
 def default_interaction_name(class_name: str) -> str:
-    """Return the class name in lower case, without its module and the suffix `Interaction`, as published."""
+    """Return the published default name: the class name in lower case without module and `Interaction`."""
     return class_name.rpartition(".")[2].removesuffix("Interaction").lower()
 
 
@@ -137,7 +137,7 @@ TerminationTarget = Literal["raw", "text"]
 
 
 class CostKeys(Body):
-    """The costs of decisions. They define no task, and rollouts of agents (docs/captures.md) refuse them."""
+    """Costs of decisions. They do not change the task; rollouts of agents (docs/captures.md) refuse them."""
 
     invalid_action_penalty: Penalty = Field(
         default=0.0, description="reward of each refused decision, added to what it earns"
@@ -145,7 +145,7 @@ class CostKeys(Body):
 
 
 class LimitKeys(CostKeys):
-    """How an episode ends, and what decisions cost: keys of [rollout], a request and a task."""
+    """Limits that end an episode, and costs of decisions; keys of [rollout], a request and a task."""
 
     max_invalid_decisions: Decisions = Field(default=5, description="then the episode ends as invalid_action")
     timeout_s: Seconds = Field(default=600.0, description="time limit of an episode")
@@ -159,23 +159,23 @@ class LimitKeys(CostKeys):
     )
 
     def dump_limits(self) -> dict[str, Any]:
-        """Return the keys of LimitKeys, without those of derived classes."""
+        """Return the values of the fields of LimitKeys, without fields of derived classes."""
         return self.model_dump(include=set(LimitKeys.model_fields))
 
 
 class DecisionLimit(Body):
-    """The limit of decisions, which a job derives from several keys."""
+    """The largest number of decisions of an episode; a job derives it from several of its keys."""
 
     max_decisions: Decisions = 50
 
 
 # Keep the order of the bases: the digests of stored tasks depend on the order of the fields.
 class RolloutLimits(LimitKeys, DecisionLimit):
-    """Limits of an episode."""
+    """All limits of an episode, as a rollout request contains them."""
 
 
-# Tools with which a model edits its context; task_app/episode implements them. Published tools are offered by
-# default, the other tools if a job or request names them.
+# Tools with which a model edits its context; task_app/episode implements them. The published tools are
+# offered by default, the other tools if a job or request names them.
 PUBLISHED = ("deleteContext", "checkBudget")
 CONTEXT_TOOLS = (*PUBLISHED, "deletePart", "summarizeContext", "undoEdit", "redoEdit", "proposeDeletes")
 
@@ -226,7 +226,7 @@ class MultiTurn(ConversationKeys):
 
 
 class RolloutRequest(Body):
-    """One episode to play. Siblings of a group share `start`; each has its own sampling seed."""
+    """Asks for one episode. Siblings of a group have equal `start` and different sampling seeds."""
 
     rollout_id: Id
     run_id: Id
@@ -274,7 +274,7 @@ class RolloutRequest(Body):
             raise ValueError(f"turn {twice} is named more than once; each is kept once")
         # Invalid limits are missing in `info.data`, and get an error of their own.
         most = limits.max_decisions if (limits := info.data.get("limits")) else 10_000
-        # The turn after the last decision is allowed: its snapshot becomes that of the trajectory.
+        # The turn after the last decision is allowed: its snapshot becomes the trajectory's final_snapshot.
         if turns and max(turns) > most + 1:
             raise ValueError(
                 f"turn {max(turns)} is above limits.max_decisions, {most}, and the one after: it is never "
@@ -283,7 +283,7 @@ class RolloutRequest(Body):
         return turns
 
 
-# Published names and the different names that a rollout request has for them, for error messages.
+# Published names, and the different keys that a rollout request uses for them; error messages name these.
 PUBLISHED_PLACES = {
     "training": "step_rewards",
     "rollout": "step_rewards",
@@ -318,7 +318,7 @@ class RolloutBatch(Body):
 
 
 class RolloutsAccepted(Body):
-    """Reply of POST /rollouts (202); `known` were accepted earlier with the same body."""
+    """Reply of POST /rollouts (202); `known` lists ids that were accepted before, with the same request."""
 
     accepted: tuple[str, ...]
     known: tuple[str, ...]
@@ -341,7 +341,7 @@ RolloutStatus = Literal["queued", "running", "finished", "failed", "cancelled"]
 
 
 class Rollout(Body):
-    """The state of a rollout; `trajectory` if it finished, `failure` if it failed or was cancelled."""
+    """The state of a rollout; it has a `trajectory` if finished, and a `failure` if failed or cancelled."""
 
     rollout_id: str
     run_id: str
@@ -356,7 +356,7 @@ class Rollout(Body):
 
 
 class RolloutPage(Body):
-    """Reply of GET /rollouts: unacknowledged rollouts that ended since `cursor`, oldest first."""
+    """Reply of GET /rollouts: unacknowledged rollouts that ended after the request's cursor, oldest first."""
 
     rollouts: tuple[Rollout, ...]
     cursor: str = Field(max_length=1_000)

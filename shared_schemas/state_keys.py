@@ -1,4 +1,4 @@
-"""Names and descriptions of the state keys, for jobs and pages.
+"""Names and descriptions of the state keys (digests by which equal states are found), for jobs and pages.
 
 `task_app/episode/state_keys.py` and the environments implement the keys; a test compares the names.
 """
@@ -20,8 +20,8 @@ OF_EVERY_ENVIRONMENT: Mapping[str, str] = {
     "text_history": "all observations of the episode; in a conversation all prompts so far, which differ "
     "from `text` only after an edit of the context",
 }
-# Keys of the environments that come with Turnwise; only the task app knows those of a plug-in, or of an
-# environment that is not listed here.
+# Keys of the environments that come with Turnwise; only the task app knows the keys of a plug-in, or of
+# another environment that is not listed here.
 OF_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
     "babyai": {
         "grid": "the whole grid, the agent, what it carries and the mission's progress; BabyAI's default",
@@ -48,19 +48,19 @@ OF_ENVIRONMENT: Mapping[str, Mapping[str, str]] = {
 
 
 def list_state_keys(env_name: str) -> Sequence[str] | None:
-    """Return the names of an environment's state keys; None for a plug-in."""
+    """Return the names of an environment's state keys; None if it is a plug-in or not listed above."""
     own = OF_ENVIRONMENT.get(env_name)
     return None if own is None else (*OF_EVERY_ENVIRONMENT, *own)
 
 
 def read_last_n(name: str) -> int | None:
-    """Return n of a name like `text_last_4`; None for any other name, including `text_last_n`."""
+    """Return the number in a name like `text_last_4`; None for any other name, including `text_last_n`."""
     match = _LAST_N.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def is_state_key(name: str, known: Collection[str]) -> bool:
-    """Whether `name` can be requested, given the list `known`."""
+    """Whether `name` is in `known`, where `text_last_n` stands for `text_last_1`, `text_last_2` and so on."""
     if name == TEXT_LAST_N:
         return False
     return name in known or (TEXT_LAST_N in known and read_last_n(name) is not None)

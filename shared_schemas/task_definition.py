@@ -1,8 +1,8 @@
 """The definition of one episode for RLRolloutWorker, with the names of source 2 (docs/sources.md).
 
-A rollout request has the same facts in `env`, `limits` and `ground_truth`. Published names of other systems
-that have no meaning here are refused with a hint. Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1 and 2.3;
-the fields are those of reward-kit.
+A rollout request contains the same information in `env`, `limits` and `ground_truth`. Keys of published task
+definitions that have no effect here are refused with a hint. Source: 2-rollout-worker-and-gigpo.md, Tasks 2.1
+and 2.3; the fields are those of reward-kit.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ OTHER_PLACES = {
 
 
 class TaskDefinitionModel(LimitKeys):
-    """A task. The policy sees neither `name` and `description`, which are for people, nor the ground truth.
+    """A task. The policy sees neither `ground_truth` nor `name` and `description`, which are for people.
 
     `max_episode_steps` counts decisions. `ground_truth` is the third value that `run_episode` returns.
     """

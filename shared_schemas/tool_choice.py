@@ -9,10 +9,10 @@ from shared_schemas.base import shown
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The tools that a model may call."""
+    """Which tools a model may call in an answer, and whether it must call one."""
 
     mode: Literal["auto", "none", "required"] = "auto"
-    """"none" hides the tools; with "required" the answer must be a call."""
+    """"none" hides the tools, "auto" lets the model decide, "required" demands a call."""
     names: tuple[str, ...] | None = None
     """The allowed tools; None allows all."""
 
@@ -55,7 +55,7 @@ def _read_name(tool: Any) -> str:
 def chosen_tools(choice: ToolChoice, names: Sequence[str]) -> list[int]:
     """Return the indices in `names` of the tools that a choice allows.
 
-    Raises ValueError if the choice names an unknown tool, or requires a call and there is no tool.
+    Raises ValueError if the choice names an unknown tool, or requires a call when no tool is allowed.
     """
     if choice.mode == "none":
         return []

@@ -51,8 +51,8 @@ class AgentState(StrEnum):
     """The state of the episode loop, as in the diagrams of sources 3 and 5.
 
     PENDING renders a new view (the first view, or a view after an edit), GENERATING calls the policy,
-    PROCESSING_TOOLS executes its tool calls, INTERACTING lets the user answer its text. An episode ends as
-    COMPLETED after a text that counts as an answer, otherwise as TERMINATED.
+    PROCESSING_TOOLS executes the policy's tool calls, INTERACTING lets the user answer the policy's text. An
+    episode ends as COMPLETED after a text that counts as an answer, otherwise as TERMINATED.
     """
 
     PENDING = "PENDING"
@@ -63,19 +63,17 @@ class AgentState(StrEnum):
     COMPLETED = "COMPLETED"
 
 
-# Further options of a server, with values that have no effect. Without them vLLM would use the values of the
-# model's generation_config.json, often a top_k or a penalty, and sample from another distribution than the
-# recorded one.
+# Further sampling options, with values that have no effect. If a request omitted them, vLLM would use the
+# values of the model's generation_config.json, and sample from another distribution than the recorded one.
 PLAIN_SAMPLING = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _EVERY_TOKEN = -1  # top_k on the wire
 
 
 class SamplingKeys(Body):
-    """The sampling options that a person sets.
+    """The sampling options that a person sets; an option at its default has no effect.
 
-    [rollout], [[rollout_only]], the config of a policy, a request, the record of a decision and the engine's
-    rows derive their options from this class. An option at its default has no effect.
-    `trainer_backend.inference.sampler` applies the options to logits.
+    [rollout], [[rollout_only]], the config of a policy, the record of a decision and requests to the engine
+    inherit these fields. `trainer_backend.inference.sampler` applies the options to logits.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -104,12 +102,12 @@ class SamplingKeys(Body):
 
     @property
     def changes(self) -> str:
-        """The options with an effect, for people: `temperature = 0.5, top_k = 7`; "" for none."""
+        """The options that differ from their defaults, as text: `temperature = 0.5, top_k = 7`, or ""."""
         return self._list_changes(SamplingKeys.model_fields)
 
     @property
     def truncation(self) -> str:
-        """The options with an effect that exclude tokens; "" for none."""
+        """As `changes`, but only the options that exclude tokens: all except the temperature."""
         return self._list_changes(TRUNCATING)
 
     @property
@@ -128,25 +126,25 @@ TokenLimit = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 
 
 class Sampling(SamplingKeys):
-    """The options with which a decision's tokens were sampled; recomputing their log-probs needs them.
+    """The options with which a decision's tokens were sampled; needed to recompute the tokens' log-probs.
 
-    Every request for tokens gets its options from `request_keys`, so that the sent and the recorded options
-    are the same. A field has the name of its key in the request.
+    Every request for tokens gets its options from one of the two methods, so that the sent and the recorded
+    options are the same. A field has the name of its key in the request.
     """
 
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     max_tokens: TokenLimit = 64
 
     def request_keys(self) -> dict[str, Any]:
-        """Return OpenAI's keys of a request, and other keys only if they have an effect.
+        """Return temperature, top_p and max_tokens, and other keys only if they differ from their defaults.
 
-        Some servers do not know the other keys.
+        All servers know the first three keys; some do not know the others.
         """
         openai = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
         return openai | self.model_dump(exclude_defaults=True)
 
     def whole_request_keys(self) -> dict[str, Any]:
-        """Return the keys of a request that leaves no option to the server's own defaults."""
+        """Return keys for every sampling option, so that no default of the server applies."""
         recorded = self.model_dump(exclude_none=True)
         return PLAIN_SAMPLING | recorded | {"top_k": self.top_k or _EVERY_TOKEN}
 
@@ -154,9 +152,9 @@ class Sampling(SamplingKeys):
 class ExpertChoices(Body):
     """The experts that processed the tokens of one model call, in a mixture-of-experts model.
 
-    first: index in prompt + response of the first token with known experts; the next tokens follow.
-    per_token: expert numbers per token: layers with experts * experts per layer, ordered by layer.
-    data: base64 of these numbers, little-endian, `number_bytes` bytes each; the largest number means unknown.
+    first: index in prompt + response of the first token in `data`; `data` continues with the next tokens.
+    per_token: count of expert numbers per token: (layers with experts) * (experts per layer), by layer.
+    data: base64 of the numbers, little-endian, `number_bytes` bytes each; the largest number means unknown.
     """
 
     first: Count
@@ -168,10 +166,11 @@ class ExpertChoices(Body):
 class PolicyLogprobs(Body):
     """The exact tokens of one model call.
 
-    The prompt is the first `prompt_ids_reused` ids of the rollout's previous prompt + response, then
+    The prompt is the first `prompt_ids_reused` ids of the rollout's previous prompt + response, followed by
     `prompt_token_ids`. logprobs[i] is the log-prob of token_ids[i] under softmax(logits / temperature) before
-    truncation, or after truncation if the request has processed_logprobs (shared_schemas/chat.py). versions
-    is [[first_token, policy_version], ...]. experts is set for a mixture of experts if the engine records it.
+    truncation, or after truncation if the request has processed_logprobs (shared_schemas/chat.py). Each pair
+    [i, policy_version] in `versions` says which weights sampled token_ids[i] and the tokens up to the next
+    pair. `experts` is set for a mixture-of-experts model if the engine records them.
     """
 
     prompt_ids_reused: int = Field(default=0, ge=0)
@@ -184,7 +183,10 @@ class PolicyLogprobs(Body):
 
 
 def cover(starts: Sequence[int], count: int) -> bool:
-    """Whether starts of spans begin at 0, increase, and stay below `count`; [0] is valid for 0 tokens too."""
+    """Whether start indices of spans begin at 0, increase, and stay below `count`.
+
+    Spans with such starts cover `count` tokens. For 0 tokens, [0] is valid.
+    """
     if starts == [0]:
         return True  # the usual case: one version for all tokens
     return starts[:1] == [0] and all(a < b for a, b in pairwise([*starts, max(count, 1)]))
@@ -210,8 +212,8 @@ LogProbs = Annotated[
 class ObservationData(Body):
     """The prompt of a decision, and further facts of its state (DESIGN.md 4.2).
 
-    As a sequence it is the whole prompt, as in source 2: `observation_data[-1].content`. For a conversation
-    only new messages are sent over the wire; the process that played it knows all messages.
+    It is also a sequence of all messages of the prompt, as in source 2: `observation_data[-1].content`. For a
+    conversation, only new messages are sent over the wire; the process that played the episode has all.
     """
 
     messages: tuple[Message, ...] = Field(
@@ -274,7 +276,10 @@ class ObservationData(Body):
 
 
 class DecisionRewards(Body):
-    """The achievements of one decision; `turn` counts from 1 (decision index t is turn - 1)."""
+    """The achievements of one decision; `turn` counts from 1 (decision index t is turn - 1).
+
+    `all` names achievements whose counter rose, `unique` those unlocked for the first time in the episode.
+    """
 
     turn: Count = Field(ge=1)
     ach_delta: Count
@@ -297,13 +302,13 @@ class RewardPart(Body):
 
 
 class StepMetadata(Body):
-    """`decision_rewards` is set only if decision rewards are enabled in the mode `decision_stepwise`."""
+    """Metadata of a step. `decision_rewards` is set only if the mode `decision_stepwise` is enabled."""
 
     decision_rewards: DecisionRewards | None = None
 
 
 class UserAnswer(Body):
-    """An interaction's metadata, and its response if no prompt shows it; the task app limits their size."""
+    """What an interaction returned in addition to its score; the task app limits the size."""
 
     metadata: dict[str, Any] = Field(default_factory=dict, description="anything, for the record")
     unshown: str | None = Field(
@@ -333,9 +338,10 @@ class StepInfo(Body):
 class StepData(Body):
     """One decision of an episode: a model call, its tool calls and the S env steps they triggered.
 
-    The fields of source 2 are parameters and attributes. `system_step_index` is `turn` - 1.
-    `resulting_messages_history` is known in the process that played the episode, or passed in. It is not a
-    field, because every step would then send the whole conversation (DESIGN.md 4.2, 4.16).
+    All fields of source 2 are parameters and attributes. Two of them are not fields of this model:
+    `system_step_index` is `turn` - 1, and `resulting_messages_history` exists only in the process that played
+    the episode, or if it was passed in. The history is no field, because every step would then send the whole
+    conversation (DESIGN.md 4.2, 4.16).
 
     Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
     """
@@ -384,8 +390,8 @@ class StepData(Body):
         """Make a step in this process.
 
         `system_step_index` counts from 0 and may replace `turn`. `resulting_messages_history` is for a step
-        that was not played in this process. observation_data, step_info and policy_logprobs may have values
-        of other types for estimators in this process; such a step cannot be sent.
+        that was not played in this process. observation_data and step_info may have values of other types,
+        which estimators in this process can read; such a step cannot be sent.
         """
         if system_step_index is not None:
             turn = fields.setdefault("turn", system_step_index + 1)
@@ -413,14 +419,14 @@ class StepData(Body):
         self.__dict__[_HISTORY] = history
 
     def follow(self, before: "StepData | None") -> None:
-        """Set the step before this one, in an episode that is no conversation; None for the first step."""
+        """Set the previous step of an episode that is no conversation; None for the first step."""
         self.__dict__[_BEFORE] = before
 
     @property
     def resulting_messages_history(self) -> list[Message]:
         """The conversation after this step, including the messages that the step caused.
 
-        Raises ValueError if the step does not know it.
+        Raises ValueError if the step was made without it, or came over the wire.
         """
         if _HISTORY in self.__dict__:
             return list(self.__dict__[_HISTORY]())
@@ -441,9 +447,9 @@ class StepData(Body):
 
     @property
     def states(self) -> tuple[AgentState, ...]:
-        """The states of the loop in this decision, in order; an observation of another type is a new view."""
+        """The states of the episode loop in this decision, in order, as `AgentState` describes them."""
         observation, info = self.observation_data, self.step_info
-        is_body = isinstance(observation, ObservationData)
+        is_body = isinstance(observation, ObservationData)  # another type counts as a new view
         is_continued = is_body and observation.messages_reused and not observation.changed
         states = [] if is_continued else [AgentState.PENDING]
         states.append(AgentState.GENERATING)
@@ -460,9 +466,9 @@ class StepData(Body):
 
     @property
     def assistant_turn_index(self) -> int:
-        """The index of this step's answer in the conversation, as in a `StepOutput`.
+        """The index of this step's answer among the policy's answers, as in a `StepOutput`.
 
-        Assistant messages of the opening are examples and do not count.
+        Assistant messages of the first prompt are examples and do not count.
         """
         return self.turn - 1
 
@@ -474,7 +480,7 @@ _PROMPT, _HISTORY, _BEFORE = "_prompt", "_history", "_before"
 
 
 def transcript(steps: Iterable[StepData]) -> list[Message]:
-    """Return prompt, answer and tool results of every decision in order, and the system message only once.
+    """Return prompt, answer and tool results of all decisions as one list, with the system message only once.
 
     For conversations, `Trajectory.full_history` also has ids and the messages after the last answer.
     """
@@ -494,7 +500,7 @@ def transcript(steps: Iterable[StepData]) -> list[Message]:
 
 def read_answer(step: StepData) -> Message:
     """Return the step's answer as a message."""
-    # The raw output of a tool call contains the call, which tool_calls has already.
+    # `content` comes first, because the raw output also contains the calls, which tool_calls has already.
     text = step.action_taken.get("content", step.raw_policy_output) or ""
     return Message(role="assistant", content=text, tool_calls=step.tool_calls or None)
 
@@ -515,9 +521,9 @@ class UserReward(Body):
 
 
 def prompts(steps: Iterable[StepData]) -> Iterator[tuple[Message, ...]]:
-    """Yield the whole prompt of each decision, from the parts in the steps.
+    """Yield the whole prompt of each decision; a step itself contains only what is new in its prompt.
 
-    prompt_t = prompt_{t-1}[:messages_reused], with the messages of `changed` replaced, then `messages`
+    prompt_t = prompt_{t-1}[:messages_reused], with the messages in `changed` replaced, + messages
     """
     prompt: list[Message] = []
     for step in steps:
@@ -579,7 +585,7 @@ class Trajectory(Body):
 
     @property
     def cut_short(self) -> bool:
-        """See `is_cut_short`."""
+        """Whether a limit ended an episode that the policy could have continued (`is_cut_short`)."""
         return is_cut_short(self.stop_reason, truncated=self.truncated)
 
     @property

@@ -15,7 +15,7 @@ HOST_OR_IPV6 = rf"^({HOST}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)$"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is this machine's loopback."""
+    """Whether the host is a loopback address or `localhost`."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -23,7 +23,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_wildcard(host: str) -> bool:
-    """Whether the host means all addresses of a machine."""
+    """Whether a server on this host listens on all addresses of its machine, as on `0.0.0.0`."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -31,9 +31,9 @@ def is_wildcard(host: str) -> bool:
 
 
 def is_http(parts: SplitResult) -> bool:
-    """Whether this is an http or https URL with an unambiguous host (urlsplit accepts `[::1]evil.example`).
+    """Whether a split URL has the scheme http or https, and a host that cannot be misread.
 
-    Raises ValueError if the port is invalid.
+    `urlsplit` itself accepts a host like `[::1]evil.example`. Raises ValueError if the port is invalid.
     """
     host = parts.netloc.rpartition("@")[2].lower()
     written = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
@@ -57,7 +57,10 @@ def host_and_port(parts: SplitResult) -> str:
 
 
 def is_listed(parts: SplitResult, hosts: Iterable[str]) -> bool:
-    """Whether the list has the URL's host as `host` (any port), `host:port` or a plain IPv6 address."""
+    """Whether `hosts` contains the URL's host, as `host` (for any port) or as `host:port`.
+
+    An IPv6 address without port may lack its brackets.
+    """
     name = host_and_port(parts)
     forms = {(parts.hostname or "").lower(), name.rpartition(":")[0], name}
     return not forms.isdisjoint(host.lower() for host in hosts)

@@ -1,6 +1,7 @@
-"""The `turnwise` command. A command imports the modules that it needs only when it runs.
+"""The `turnwise` command line.
 
-So help texts and small commands start fast. `tests/house/test_imports.py` lists what each command may load.
+Each command imports its modules inside its function, so that help texts and small commands start fast.
+`tests/house/test_imports.py` lists the slow modules that each command may import.
 """
 
 import atexit
@@ -42,7 +43,7 @@ _err = TextConsole(stderr=True)
 
 
 class DType(StrEnum):
-    """Number formats of a written model."""
+    """The number formats in which `turnwise merge` can write a model's weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -89,12 +90,12 @@ def train(
     dashboard: Annotated[bool, typer.Option(help="show it on a local page meanwhile")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Train a job, then write the report; Ctrl-C saves the last finished iteration."""
+    """Train on a job, then write a report. Ctrl-C stops the run and saves its last finished iteration."""
     arguments = (job, run, resume, overrides or ())
     stay: Callable[[], None] | None = None
     with ExitStack() as stack:
         streams = stack.enter_context(LastingStreams.opened())
-        # The imports and the first look at the job take a second or two.
+        # Print a line at once, because the imports and the first look at the job take a second or two.
         tell(_out, f"turnwise train {' '.join(map(str, job)) if job else resume}")
         from trainer_backend.terminal.train_command import (
             RunPlan,
@@ -116,7 +117,7 @@ def train(
                 stay = stack.enter_context(shown)
             if not train_one(_out, plan, streams, report=report):
                 raise typer.Exit(130)
-        if stay is not None and _out.is_terminal:  # a person looks at the dashboard, and ends it
+        if stay is not None and _out.is_terminal:  # serve the dashboard until the user ends it
             stay()
 
 
@@ -135,9 +136,10 @@ def check(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Check a job, and print as TOML what differs from the defaults; nothing is written.
+    """Check a job, and print as TOML the keys that differ from their defaults. No file is written.
 
-    A job's own task app is started for a moment, and tries environment, policies and their configs.
+    If the job starts its own task app, the check starts one briefly, and tries the environment, the policies
+    and their configs there.
     """
     from trainer_backend.rundir.new_job import load_new_job
     from trainer_backend.terminal.check_command import (
@@ -163,7 +165,7 @@ def check(
 
 @app.command()
 def info() -> None:
-    """Print the names that rollout.env_name may have here, and how modules of other libraries are named."""
+    """Print the names that rollout.env_name may have, and how environments of other libraries are named."""
     from trainer_backend.job.environments import describe_environments
 
     print("\n".join(describe_environments()))
@@ -181,7 +183,7 @@ def init_job(
         str | None, typer.Option(help="or a Hugging Face model: a local folder, or a name of the hub")
     ] = None,
 ) -> None:
-    """Write a job with a comment for every key, without questions; no file is overwritten."""
+    """Write a job TOML with a comment for every key. The command asks nothing and overwrites no file."""
     from trainer_backend.terminal.templates import Choices, write_job
 
     warn(_err, write_job(file, Choices(env, preset, model)))
@@ -193,7 +195,7 @@ def new_environment(
     name: Annotated[str, typer.Argument(help="lower-case letters, digits and _; also the package's name")],
     parent: Annotated[Path, typer.Option("--in", help="the parent folder")] = Path(),
 ) -> None:
-    """Create a package with a working environment, a teacher, their test, and a job that trains on it."""
+    """Create a package: a working environment, a teacher, a test of both, and a job to train on it."""
     from trainer_backend.terminal.templates import write_environment
 
     for file in write_environment(name, parent):
@@ -204,7 +206,7 @@ def new_environment(
 
 @app.command("report")
 def write_run_report(run: Annotated[Path, typer.Argument(help="a run directory")]) -> None:
-    """Write RUN/report/report.html, the run's page as one file."""
+    """Write the run's dashboard page to one file, RUN/report/report.html."""
     from trainer_backend.pages.report import write_report
     from trainer_backend.rundir.layout import open_run
 
@@ -219,7 +221,7 @@ def compare(
     ],
     out: Annotated[Path, typer.Option(help="the folder to write")] = Path("comparison"),
 ) -> None:
-    """Compare runs: a table here, curves and differing settings in OUT/comparison.html."""
+    """Compare runs: print a table, and write curves and differing settings to OUT/comparison.html."""
     from trainer_backend.pages.compare import read_sides, write_comparison
     from trainer_backend.terminal.evaluation_tables import comparison_table
 
@@ -248,7 +250,7 @@ def recredit(
     out: Annotated[Path | None, typer.Option(help="the folder to write; absent: RUN/recredit")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Credit stored rollouts again, by every estimator and any reward mode (--set), without new rollouts."""
+    """Compute the advantages of stored rollouts again, by each estimator; --set changes the reward mode."""
     from trainer_backend.credit.recredit import recredit_run
     from trainer_backend.rundir.truth_file import locate_truth
     from trainer_backend.terminal.progress import ConsoleReporter
@@ -258,7 +260,7 @@ def recredit(
         truth=truth_file or (locate_truth(run) if truth else None),
         reporter=ConsoleReporter(_out),
     )  # fmt: skip
-    _out.print(tables, crop=False)  # a line for all estimators may be longer than the terminal is wide
+    _out.print(tables, crop=False)  # a line that lists all estimators may be wider than the terminal
     tell(_out, f"written: {folder}")
 
 
@@ -283,9 +285,10 @@ def measure_the_truth(
     out: Annotated[Path | None, typer.Option(help="the file to write; absent: RUN/truth.jsonl")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Measure what stored decisions were truly worth, by playing on from before and after them.
+    """Measure the true advantages of stored decisions, by playing on from before and after each decision.
 
-    Repeating the command continues where it stopped. `turnwise recredit RUN --truth` then scores estimators.
+    A repeated command continues where it stopped. Afterwards `turnwise recredit RUN --truth` scores
+    estimators against the result.
     """
     import asyncio
 
@@ -336,7 +339,7 @@ def inspect_rollout(
     ] = None,
 ) -> None:
     """Show one stored episode, decision by decision: observation, action, rewards and credit."""
-    gc.disable()  # collections are a tenth of the imports' time
+    gc.disable()  # garbage collection takes a tenth of the imports' time
     from trainer_backend.credit.inspect import episode_view, find_rollout
     from trainer_backend.rundir.layout import open_run
 
@@ -363,7 +366,7 @@ def export_rollouts(
         str, typer.Option(help="messages, for supervised training; or atif, a JSON file per episode")
     ] = "messages",
 ) -> None:
-    """Write stored episodes as rows of messages for supervised training elsewhere, or as ATIF."""
+    """Write stored episodes as chat messages for supervised training elsewhere, or in the format ATIF."""
     from trainer_backend.rundir.layout import open_run
     from trainer_backend.terminal.export import DEFAULT_STAGES, Choice, export_run
 
@@ -382,7 +385,7 @@ def import_episodes(
     ] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Make a run of saved captures, for inspect, recredit, export and the dashboard; nothing is trained."""
+    """Make a run from saved captures, without training, for inspect, recredit, export and dashboard."""
     from trainer_backend.job.load import load_job
     from trainer_backend.terminal.captures import import_captures, job_of_captures
 
@@ -397,8 +400,8 @@ def merge_adapters(
     to: Annotated[Path, typer.Option(help="the model folder to write")],
     dtype: Annotated[DType, typer.Option(help="of the weights that are written")] = DType.float32,
 ) -> None:
-    """Write a checkpoint's model as one folder that any Hugging Face program loads, adapters merged."""
-    tell(_out, f"turnwise merge {folder}")  # torch takes seconds
+    """Merge a checkpoint's adapters, and write a model folder that any Hugging Face program can load."""
+    tell(_out, f"turnwise merge {folder}")  # print a line first: importing torch takes seconds
     from trainer_backend.learner.loading import write_merged
 
     tell(_out, f"{to}: the model of {write_merged(folder, to, dtype.value)}, {dtype.value}")
@@ -439,7 +442,7 @@ def evaluate_policy(
     rollouts: Annotated[Path | None, typer.Option(help="keep the episodes in this Parquet file")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Play the held-out worlds with a model or a scripted policy, and print the figures."""
+    """Play the held-out worlds with a model or a scripted policy, and print the results."""
     import asyncio
 
     from trainer_backend.evaluation.play import evaluate, player_of_flags, what_to_evaluate
@@ -467,11 +470,12 @@ def evaluate_policy(
 
 
 def main() -> None:
-    """Run a command. An error of the project's own classes is printed as one sentence.
+    """Run the command line. Print an error of the project's own classes as one sentence, without traceback.
 
-    The exit code is then 2 after a user's mistake or if a package of the extra `trainer` is missing, else 1.
+    The exit code is then 2 if the error's status is below 500 (a mistake of the user), otherwise 1. It is
+    also 2 if a package of the extra `trainer` is missing.
     """
-    atexit.register(gc.freeze)  # otherwise the interpreter's end looks through all of torch: a second
+    atexit.register(gc.freeze)  # else the garbage collector searches torch's objects at exit, for a second
     try:
         begin_command(sys.argv[1:])
         app()

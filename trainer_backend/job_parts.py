@@ -1,7 +1,8 @@
-"""Makes the parts of a run, an evaluation or a check, each from the tables of a job that it reads.
+"""Makes the parts of a run, an evaluation or a check.
 
-Only this module, `start.py` and the commands hold a whole `JobConfig`; the parts receive its tables
-(`tests/house/test_imports.py`). Only parts that need torch import it, since the orchestrator needs none.
+Each part receives only those tables of the job that it reads; `tests/house/test_imports.py` lists the few
+modules that may use a whole `JobConfig`. Functions here import torch only where they need it, because the
+orchestrator runs without torch.
 """
 
 import asyncio
@@ -38,17 +39,19 @@ from trainer_backend.rundir.data_record import DataRecord, read_record
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
-# Stands for a port that the job does not fix; a list of hosts cannot name it.
+# Placeholder for a gateway port that the job leaves open; no list of allowed hosts can contain it.
 _ANY_PORT = 1
 
 
 @asynccontextmanager
 async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> AsyncIterator[Launcher]:
-    """Open the launcher that the job names; `say` receives a line while it waits for free machines.
+    """Open the launcher that the job names, which starts the processes of the run.
+
+    Ray's launcher calls `say` with a line of text while it waits for free machines.
 
     Raises:
         JobError: Ray is missing or has another version.
-        NotPlaced: Ray starts no actor.
+        NotPlaced: Ray did not start an actor in time.
     """
     cluster = job.cluster
     if cluster is None or cluster.launcher == "local":
@@ -69,13 +72,15 @@ async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> A
 
 
 def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
-    """Read the rows that a job's [data] names; None without [data]: the environment makes its own worlds.
+    """Read the rows that a job's [data] names.
+
+    Return None if the job has no [data], because its environment then makes worlds from seeds.
 
     Args:
         by_position: see `read_split`.
 
     Raises:
-        JobError: the job has a file of interactions, and no row uses one.
+        JobError: the job names a file of interactions (simulated users), but no row uses an interaction.
     """
     found, interactions, asked = None, job.multi_turn.interaction_config_path, False
     if job.data is not None:
@@ -101,9 +106,10 @@ def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
 
 
 def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, DataRecord | None]:
-    """Read the rows of a job with the ids that this run uses; return them and the run's record of rows."""
+    """Read a job's rows with the ids that they have in `run`; return them and the run's record of rows."""
     record = read_record(run)
-    # A run of this version writes its record before anything is played.
+    # This version writes the record before the first rollout. So a run with rollouts but without a record is
+    # old, and its rows have their positions as ids.
     by_position = record.by_position if record is not None else run.has_played()
     return data(job, by_position=job.data is not None and by_position), record
 
@@ -111,7 +117,7 @@ def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, Data
 def planner(
     job: JobConfig, run_id: str, actor: Inference | None = None, data: DataSet | None = None
 ) -> Planner:
-    """Make the planner of rollouts; `actor` is None when no policy of the plan is a language model."""
+    """Make the planner of rollouts; `actor` may be None only if no policy in the plan is a language model."""
     fixed, seed = job.fixed_policies, job.job.seed
     if (job.data is None) != (data is None):
         raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
@@ -132,7 +138,7 @@ def planner(
 
 
 def trial_planner(job: JobConfig, run_id: str, data: DataSet | None = None) -> Planner:
-    """Make the planner of a trial, which never calls the gateway; the gateway's port may be unknown yet."""
+    """Make the planner for trying a job at a task app. No gateway is called, so its port may be unknown."""
     host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     model, table = name_model(job.job.name, ACTOR), job.inference
@@ -148,7 +154,10 @@ def task_apps(
     data: DataSet | None = None,
     tell: Tell = log_sentence,
 ) -> AbstractAsyncContextManager[TaskApps]:
-    """Open the job's task apps. One that the job starts may call `player`, a model on a remote server."""
+    """Start the job's own task apps, or connect to those that it names by URL.
+
+    Task apps that are started here may call the server of `player`, a remote model.
+    """
     return open_task_apps(
         job.services,
         log_file,
@@ -177,10 +186,10 @@ def credit(job: JobConfig) -> CreditAssignment:
 def gateways(
     job: JobConfig, fixed: FixedSetup, directory: RunDirectory, tell: Tell, launcher: Launcher = LOCAL
 ) -> Iterator[ActorGateways]:
-    """Make the gateways of a run, and reserve their ports. With [cluster], gateways are child processes.
+    """Make the gateways of a run, and reserve their ports. With [cluster], each gateway is a child process.
 
-    These children load the fixed policies themselves. `tell` receives a line when a server of the actor is
-    lost, and when it is back.
+    Such a child process loads its own copies of the fixed policies. `tell` receives a line when a server that
+    samples for the actor is lost, and when that server is back.
     """
     broadcasts = job.weights_by_broadcast
     with ExitStack() as stack:
@@ -207,8 +216,8 @@ def gateways(
 async def by_checkpoint(
     job: JobConfig, folder: Path, work: Callable[[Inference], Coroutine[Any, Any, Result]]
 ) -> Result:
-    """Serve the model in a folder as the job's actor while `work` runs."""
-    # This module imports torch, which other policies do not need.
+    """Serve the model in a folder as the job's actor while `work` runs, and return the result of `work`."""
+    # This module imports torch, which evaluations of remote or scripted policies do not need.
     from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 
     with gateway_listener(job.services) as listener:
@@ -221,7 +230,7 @@ async def by_checkpoint(
 def learner_process(
     job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher = LOCAL
 ) -> LearnerProcess:
-    """Make the learner of a job in a process of its own, which receives the job."""
+    """Make the handle of a learner in a process of its own, to which the whole job is sent."""
     return LearnerProcess(
         dump_job(job),
         job.learner,
@@ -242,15 +251,16 @@ def gradient_cosines(
     *,
     reporter: Reporter,
 ) -> dict[tuple[str, str], float]:
-    """Return the cosine between the gradients of every two estimators, under (a, b) and under (b, a).
+    """Return the cosine between the policy gradients of each pair of estimators; see `learner.factory`.
 
-    A model that is trained on several ranks needs as many ranks here. `advantages` has a list for each
-    estimator, in the order of `episodes`. See `learner.factory`.
+    The cosine of estimators a and b is returned under both keys, (a, b) and (b, a). The gradients are
+    computed on as many ranks as the job trains on. `advantages` maps each estimator to the advantages of each
+    episode, in the order of `episodes`.
     """
     tell = partial(reporter.stage, "gradients")
 
     async def by_ranks() -> list[tuple[str, str, float]]:
-        # Use another run id: with its own, the run's learner would treat this call as the run's next start.
+        # Use another run id: with the original, the learner would take this call for a restart of the run.
         apart = replace(directory, run_id=f"{directory.run_id}.recredit")
         async with (
             launcher(job, apart.run_id, reporter.say) as found,

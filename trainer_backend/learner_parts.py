@@ -1,4 +1,4 @@
-"""Makes a learner and its config from a job. It is apart from job_parts.py because it imports torch."""
+"""Makes a learner and its config from a job. This module imports torch, which `job_parts.py` must not do."""
 
 from trainer_backend.job.addresses import http_parts
 from trainer_backend.job.schema import JobConfig
@@ -11,7 +11,7 @@ from trainer_backend.plugins import estimator
 
 def learner_config(job: JobConfig) -> LearnerConfig:
     samplings = [(table, job.rollout.choose_sampling(table)) for table in job.fixed_policies]
-    # Ray places the learner, each gateway and each vLLM server separately.
+    # Count the gateways and vLLM servers that share the learner's machine. Ray places them separately.
     launcher = "local" if job.cluster is None else job.cluster.launcher
     hosts_gateways = launcher == "local" or (
         launcher == "external" and http_parts(job.learner.url).hostname in ("127.0.0.1", "::1", "localhost")
@@ -21,7 +21,7 @@ def learner_config(job: JobConfig) -> LearnerConfig:
     engines = gateways if job.inference.engine == "local" else 0
     is_shared = any(not table.is_remote for table in job.fixed_policies)
     fixed_copies = gateways if is_shared else 0
-    # A gateway's process holds its copies of fixed policies, and its engine unless that is another process.
+    # A gateway's process holds its copies of fixed policies, and also its engine unless `own_process` is set.
     others = engines + fixed_copies if job.inference.own_process else max(engines, fixed_copies)
     return LearnerConfig(
         model=job.model,
@@ -42,9 +42,9 @@ def learner_config(job: JobConfig) -> LearnerConfig:
 
 
 def local_learners(job: JobConfig, ranks: Ranks = ALONE) -> LocalFactory:
-    """Return the factory of a job's learner in this process.
+    """Return the factory that creates a job's learner in this process.
 
     Args:
-        ranks: the processes that share the learner.
+        ranks: the processes among which the learner is divided; by default, this process alone.
     """
     return LocalFactory(learner_config(job), job.fixed_policies, ranks)

@@ -1,8 +1,8 @@
-"""All declared metrics; `python -m trainer_backend.metrics` prints docs/metrics.md.
+"""Collects all declared metrics; `python -m trainer_backend.metrics` prints docs/metrics.md from them.
 
-A metric is declared next to the code that computes it (`core/metric.py`); this file names the declarations
-in the order of the page. House tests compare the page with this output, and refuse a metric that the code
-writes and no file declares.
+A metric is declared next to the code that computes it (see `core/metric.py`). This file lists the
+declarations in the order of the page. Tests in `tests/house` compare the page with this output, and fail if
+the code writes a metric that no file declares.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from trainer_backend.credit import credit, rewards
 from trainer_backend.learner import metrics as learner
 from trainer_backend.run import curriculum, iteration_metrics, timeline
 
-# The chapters of the page: under each heading, a sentence about all of its metrics, and the metrics.
+# The chapters of docs/metrics.md: each heading with an introductory text (may be empty) and table rows.
 CHAPTERS: dict[str, tuple[str, tuple[Row, ...]]] = {
     "Decisions and rewards": ("", (*statistics.DECISION_METRICS, *statistics.USER_REWARD_METRICS)),
     "Episodes": (

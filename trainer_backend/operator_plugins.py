@@ -1,8 +1,9 @@
-"""The operator's own plug-ins of the trainer, from the files of `job.trainer_plugins` and from packages.
+"""Loads the operator's plug-ins of the trainer from the files of `job.trainer_plugins` and from packages.
 
-A file marks them with `@estimator`, `@loss`, `@aggregation` and `@schedule`. `check`, a run and its learner,
-`recredit` and `truth` run the file. Commands that only read a run (`report`, `compare`, `eval`, `serve`, the
-dashboard) do not. A package lists the marked objects as entry points. docs/plugins.md has examples.
+A plug-in is a function or class that is decorated with `@estimator`, `@loss`, `@aggregation` or `@schedule`.
+The plug-in files are executed by `check`, by a run and its learner, by `recredit` and by `truth`. Commands
+that only read a run (`report`, `compare`, `eval`, `serve`, the dashboard) do not execute them. A package
+lists its plug-ins as entry points. docs/plugins.md has examples.
 """
 
 import hashlib
@@ -50,7 +51,7 @@ from trainer_backend.plugins import BUILT_IN, OPEN_BOARDS, OperatorPlug
 
 KEY = "job.trainer_plugins"
 _SCHEDULES = "rollout_allocation_schedule.type"
-# By group of entry points: its registry (`plugins.OPEN_BOARDS`), and the decorator that marks its members.
+# Group of entry points -> key of its registry in `plugins.OPEN_BOARDS`, and the decorator of its members.
 _GROUPS = {
     "turnwise.estimators": ("algorithm.advantage", "@estimator(NAME)"),
     "turnwise.losses": ("algorithm.loss", "@loss(NAME)"),
@@ -67,29 +68,31 @@ Schedule = TypeVar("Schedule", bound=type[RolloutAllocationSchedule])
 
 @dataclass(frozen=True, slots=True)
 class _Plug:
-    """A marked function or class: its registry, its name, and the entry that the registry gets."""
+    """What a decorator stores on a function or class: a registry (`board`), and the entry to add to it."""
 
     board: str
     name: str
     plug: OperatorPlug
     home: str = ""
-    """The file or package that marks the object, for errors."""
+    """The file or package that contains the decorated object, for errors."""
 
 
 def estimator(
     name: str, *, keys: type[EstimatorKeys] = EstimatorKeys, **facts: Any
 ) -> Callable[[Callable[[Sequence[EpisodeRewards], Any], Advantages | Rows]], Any]:
-    """Register an estimator for `algorithm.advantage`.
+    """Register the decorated function as an estimator, which jobs select by `algorithm.advantage = NAME`.
 
-    The function gets all episodes of a batch and its keys. It returns for each episode, in the given order,
-    the [T] advantages in reward units; or `Advantages`, which may contain parts and counts too.
+    The function receives all episodes of a batch, and an instance of `keys`. For each episode, in the given
+    order, it returns the [T] advantages in reward units. Alternatively, it returns `Advantages`, which may
+    also contain intermediate values and counts.
 
     Args:
-        keys: the class of its keys. Keys of `[algorithm]` are read there, others in `[algorithm.NAME]`.
-        facts: other fields of `EstimatorPlug`, such as needs_values = "decision".
+        keys: class of the job keys that the function reads. A key that `[algorithm]` defines is read from
+            `[algorithm]`; any other key is read from `[algorithm.NAME]`.
+        facts: further fields of `EstimatorPlug`, such as needs_values = "decision".
 
     Raises:
-        SettingsError: a name in `facts` is unknown, or its value has the wrong type.
+        SettingsError: `facts` has an unknown name or an invalid value.
     """
     _refuse_no_keys(name, keys, EstimatorKeys)
     known = {item.name for item in fields(EstimatorPlug)} - {"compute"}
@@ -116,15 +119,18 @@ def estimator(
 def loss(
     name: str, *, keys: type[Table] = Table, values: Mapping[str, float | bool | str] | None = None
 ) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Register a loss for `algorithm.loss`; arguments and result are those of `clipped_policy_loss`.
+    """Register the decorated function as a loss, which jobs select by `algorithm.loss = NAME`.
+
+    The function has the arguments and the result of `clipped_policy_loss`.
 
     Args:
-        keys: the class of its keys. Keys of `[training]` are read there, others in `[training.NAME]`. A loss
-            without keys is treated as a loss without a ratio.
-        values: the values of keys that the job omits, by dotted key.
+        keys: class of the job keys that the function reads. A key that `[training]` defines is read from
+            `[training]`; any other key is read from `[training.NAME]`. A loss whose class has no keys is
+            treated as a loss that does not keep probability ratios near 1.
+        values: defaults of job keys, by dotted key. Values that the job sets take precedence.
 
     Raises:
-        SettingsError: a key in `values` is unknown.
+        SettingsError: a key in `values` belongs to neither `algorithm.` nor `training.`.
     """
     _refuse_no_keys(name, keys, Table)
     _refuse_values(name, values or {})
@@ -141,17 +147,21 @@ def loss(
 def aggregation(
     name: str, *, over: WeighedOver = "step", keys: type[Table] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an aggregation for `training.aggregation`; arguments and result are as in `token_mean`.
+    """Register the decorated function as an aggregation, which jobs select by `training.aggregation = NAME`.
+
+    The function has the arguments and the result of `token_mean`.
 
     Args:
-        keys: the class of its keys, which it gets after the segments. Keys of `[training]` are read there,
-            others in `[training.NAME]`.
-        over: "step": the function gets the segments of an optimizer step, and its weights sum to 1;
-            "iteration": the same for a whole iteration; "plan": the weights of a step need no sum of 1, and
-            are divided by the planned tokens.
+        keys: class of the job keys that the function reads; it receives an instance as its second argument. A
+            key that `[training]` defines is read from `[training]`; any other key from `[training.NAME]`.
+            None: the function receives only the segments.
+        over: the segments that the function receives, and the sum of its weights. "step": the segments of an
+            optimizer step; the weights sum to 1. "iteration": all segments of an iteration; the weights sum
+            to 1. "plan": the segments of an optimizer step; the weights may have any sum, because they are
+            divided by the number of planned tokens.
 
     Raises:
-        SettingsError: `over` is none of these.
+        SettingsError: `over` has another value.
     """
     if over not in get_args(WeighedOver):
         raise SettingsError(f"{name!r} has over = {over!r}{did_you_mean(str(over), get_args(WeighedOver))}")
@@ -170,12 +180,18 @@ def aggregation(
 
 
 def schedule(name: str) -> Callable[[Schedule], Schedule]:
-    """Register a schedule of fixed policies for `rollout_allocation_schedule.type`.
+    """Register the decorated class as a schedule, which decides when a fixed policy samples.
 
-    The class has `get_policy_choice(step)`, which returns "actor" or "fixed", as the published
-    `RolloutAllocationSchedule`; or it derives from `DrawnSchedule`, and `alpha_at(step)` returns P(actor).
-    Its arguments are keys of [rollout_allocation_schedule], or else of [rollout_allocation_schedule.NAME].
-    Raises SettingsError if the object is no such class.
+    Jobs select it by `rollout_allocation_schedule.type = NAME`. The class has one of two forms:
+
+    - It has the method `get_policy_choice(step)`, which returns "actor" or "fixed".
+    - It derives from `DrawnSchedule`, and `alpha_at(step)` returns the probability that the actor samples.
+
+    The arguments of the class are job keys. A key that [rollout_allocation_schedule] defines is read from
+    this table; any other key from [rollout_allocation_schedule.NAME].
+
+    Raises:
+        SettingsError: the decorated object is not a class of either form.
     """
 
     def mark(kind: Schedule) -> Schedule:
@@ -213,7 +229,7 @@ def _refuse_async(name: str, compute: object) -> None:
 def _with_checks(
     name: str, compute: Callable[[Sequence[EpisodeRewards], Any], Advantages | Rows]
 ) -> Estimator[Any]:
-    """Add a check of the function's result: the policy must not learn from wrong credit unnoticed."""
+    """Return the estimator `compute` with a check of the shape and the finiteness of its result."""
 
     def estimate_checked(episodes: Sequence[EpisodeRewards], keys: Any) -> Advantages:
         with Boundary(f"the estimator {name!r}", AdvantageError, compute):
@@ -232,7 +248,7 @@ def _with_checks(
 
 
 def _as_advantages(found: Advantages | Rows) -> Advantages:
-    """Convert rows of any kind to lists of floats, which can be stored as JSON and Parquet."""
+    """Convert an estimator's result to lists of floats, which can be stored as JSON and Parquet."""
     if not isinstance(found, Advantages):
         return Advantages(_floats(found))
     parts = {
@@ -255,7 +271,7 @@ def _floats(rows: Rows) -> list[list[float]]:
 def _refuse_rows(
     name: str, what: str, episodes: Sequence[EpisodeRewards], rows: Sequence[Sequence[float | None]]
 ) -> None:
-    # `what` names the rows in errors, and begins with a space; it is empty for the advantages themselves.
+    # `what` names `rows` in errors. It begins with a space, or is empty if `rows` are the advantages.
     if len(rows) != len(episodes):
         raise AdvantageError(
             f"the estimator {name!r} returned {len(rows)} rows{what} for {len(episodes)} episodes"
@@ -279,16 +295,17 @@ def _refuse_numbers(
 
 
 def _place(name: str, episode: EpisodeRewards, turn: int | None = None) -> str:
-    """Return the place of an estimator's own error. It begins with the estimator, so no rollout is blamed."""
+    """Return the place of an estimator's error. The estimator comes first, so that no rollout is rejected."""
     return f"the estimator {name!r}, {place(episode.rollout_id, turn)}"
 
 
 def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
-    """Mask padded tokens for the function, and check its result."""
+    """Return the loss `compute` with padded tokens masked in its arguments, and its result checked."""
 
-    # The types are torch.Tensor, but the orchestrator imports this file too, without torch.
+    # The types are torch.Tensor. They are not imported, because the orchestrator imports this file too.
     def compute_checked(logprobs: Any, proximal: Any, advantages: Any, weights: Any, keys: Any) -> Any:
-        # Masked first: 0 times the NaN of a padded token would be NaN, in the gradient too.
+        # Masked before the call, because a padded token's NaN times its weight 0 would still be NaN, in the
+        # loss and in the gradient.
         own, before, credit = (row.masked_fill(weights == 0, 0.0) for row in (logprobs, proximal, advantages))
         with Boundary(f"the loss {name!r}", JobError):
             found = compute(own, before, credit, weights, keys)
@@ -314,7 +331,7 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
 def _with_weights_checked(
     name: str, compute: Callable[..., Any], weights: Aggregation, over: WeighedOver
 ) -> Aggregation:
-    """Add a check of the function's result, which scales the loss."""
+    """Return the aggregation `weights` with its result checked. Errors name file and line of `compute`."""
     where = f"the aggregation {name!r} ({describe_line(compute)})"
 
     def weigh_checked(segments: Sequence[Segment], keys: Any) -> list[NDArray[Any]]:
@@ -350,23 +367,23 @@ def _refuse_weights(where: str, segment: Segment, row_N: NDArray[np.float64]) ->
         )
 
 
-# The digest of each file, and its entries in the registries.
+# Loaded file -> its digest, and the entries that it added to the registries.
 _BY_FILE: dict[Path, tuple[str, Sequence[_Plug]]] = {}
 _LOCK = RLock()  # a service reads jobs in threads
 
 
 def digest_files(files: Sequence[Path], *, option: str = KEY) -> list[str]:
-    """Return the SHA-256 of each file; JobError if a file cannot be read."""
+    """Return the SHA-256 of each file. Raises JobError if a file cannot be read."""
     return [_digest(file, option) for file in files]
 
 
 def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, value: Any) -> None:
-    """Refuse files that have changed since the run began.
+    """Raise JobError if one of the files has changed since the run began.
 
     Args:
-        known: their digests at that time; empty: the run has not begun.
-        option: the key of the job that names the files.
-        value: the value of this key; the error suggests `--set KEY=VALUE`, which accepts the current files.
+        known: the digests of the files when the run began; empty: the run has not begun.
+        option: the job key that names the files.
+        value: the value of this key. The error suggests `--set KEY=VALUE`, which accepts the changed files.
 
     Raises:
         JobError: a file has changed, or cannot be read.
@@ -382,18 +399,18 @@ def refuse_changed(files: Sequence[Path], known: Sequence[str], *, option: str, 
 
 
 def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
-    """Put what the files mark into the registries, and remove the entries of other files.
+    """Add the plug-ins of `files` to the registries, and remove the plug-ins of all other files.
 
-    A loaded file that is unchanged does not run again.
+    A file is executed only if it has not been loaded yet, or has changed since it was loaded.
 
     Args:
-        option: names the files in errors.
+        option: the job key that names the files, for errors.
 
     Returns:
         The SHA-256 of each file.
 
     Raises:
-        JobError: a file is missing, raises, marks nothing, or uses a name that exists already.
+        JobError: a file is missing, raises an error, contains no plug-in, or uses a name that is taken.
     """
     paths = [file.resolve() for file in files]
     with _LOCK:
@@ -403,10 +420,10 @@ def load_plugins(files: Sequence[Path], *, option: str = KEY) -> list[str]:
 
 
 def load_packages() -> None:
-    """Put what installed packages mark into the registries, once per process.
+    """Add the plug-ins of installed packages to the registries. Further calls in a process do nothing.
 
     Raises:
-        JobError: an entry point cannot be imported, is not marked, or uses a name that exists already.
+        JobError: an entry point cannot be imported, is not decorated, or uses a name that is taken.
     """
     with _LOCK:
         _load_packages_once()
@@ -430,7 +447,7 @@ def _load_packages_once() -> Sequence[_Plug]:
                 )
             _refuse_names(own, plugs, point.place)
             plugs += own
-    _add(plugs)  # all or none, so that a second attempt finds the same fault
+    _add(plugs)  # all or none, so that a second attempt raises the same error
     return plugs
 
 
@@ -474,7 +491,7 @@ def _unload(file: Path) -> None:
 def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
     seen = set[int]()
     for value in names.values():
-        # Read only the object's own mark: a class would inherit its base's mark, and an instance its class's.
+        # Read the mark from `vars`: `getattr` would also find that of a base class or of the object's class.
         mark = vars(value).get(_MARK) if hasattr(value, "__dict__") else None
         if isinstance(mark, _Plug) and id(mark) not in seen:  # not an alias
             seen.add(id(mark))
@@ -482,7 +499,7 @@ def _plugs_in(names: Mapping[str, Any], home: str) -> Iterator[_Plug]:
 
 
 def _refuse_names(plugs: Sequence[_Plug], others: Sequence[_Plug], where: str) -> None:
-    # `others` are marked by packages, and are in the registries now or later.
+    # `others` are plug-ins of packages, which may not be in the registries yet.
     homes = {(board, name): "built in" for board, names in BUILT_IN.items() for name in names}
     of_files = (item for _, known in _BY_FILE.values() for item in known)
     homes |= {(item.board, item.name): f"of {item.home}" for item in (*others, *of_files)}

@@ -1,6 +1,7 @@
-"""The parts that the orchestrator (`trainer_backend.train`) connects; each could run in another process.
+"""Interfaces of the parts that the orchestrator (`trainer_backend.train`) connects.
 
-The *learner* scores and updates the policy, *inference* serves it, and the *reporter* informs the user.
+The *learner* scores and updates the policy, the *inference server* serves the policy, and the *reporter*
+informs the user. Each part may run in another process.
 """
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -23,14 +24,14 @@ WeightPart = Literal["whole", "base", "adapters"]
 
 @dataclass(frozen=True, slots=True)
 class CreditedEpisode:
-    """An episode that is ready for an update."""
+    """An episode with its advantages, ready for an update."""
 
     rollout_id: str
-    """The name of the episode in errors."""
+    """The id that errors about the episode contain."""
     segments: Sequence[Segment]
     """The episode's token sequences (core.segments)."""
     advantages: OfEpisode
-    """[T] for each decision its advantage, or a row with the advantage of each of its sampled tokens."""
+    """[T] the advantage of each decision; or a `ByToken` with the advantage of each sampled token."""
     critic: CriticTargets | None = None
     """The critic's targets; None without a critic."""
     policy: str = ACTOR
@@ -42,11 +43,11 @@ class Progress:
     """The progress of training, stored in a checkpoint's state.json."""
 
     iteration: int = 0
-    """Finished iterations; 0 after warm-up."""
+    """Number of finished iterations; 0 at the start of RL."""
     policy_version: int = 0
     """Version of the published weights, counted from 0."""
     updates: int = 0
-    """Optimizer steps of RL."""
+    """Number of optimizer steps since the start of RL."""
 
 
 # The environment variable that selects a process's GPUs.
@@ -55,31 +56,33 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Where a learner computes, for code that starts servers on the same machine."""
+    """The precision and the accelerators of a learner, for code that starts servers on the same machine."""
 
     dtype: str
-    """The precision in which servers hold its policy, such as "float32"."""
+    """The precision in which servers hold the policy, such as "float32"."""
     devices: tuple[str, ...] = ()
-    """The accelerators of this machine, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    """The accelerators of this machine, as CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
 
 
 class Learner(Protocol):
-    """Holds the trained policy. Calls block, so the orchestrator makes them on a thread."""
+    """Scores and trains the policy. Its methods block, so the orchestrator calls them on a thread."""
 
     def warm_up(self, episodes: Sequence[Trajectory], tell: Callable[[int, int], None]) -> dict[str, float]:
-        """Train on a teacher's decisions and return metrics.
+        """Train the policy to imitate a teacher's episodes, and return metrics.
 
-        `tell` receives the finished steps and their total; an error that it raises ends the warm-up.
+        `tell` receives the number of finished steps and the total number of steps. If `tell` raises an error,
+        the warm-up ends with this error.
         """
 
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
-        """Return the critic's values by rollout id, for each decision or token as the estimator needs them.
+        """Return the critic's values of each episode by rollout id.
 
-        Raises AdvantageError with rollout, turn and token if a value is not finite.
+        There is one value per decision, or per sampled token if the estimator needs that. If a value is not
+        finite, AdvantageError is raised, which names the rollout, turn and token.
         """
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
-        """Return, by rollout id, each token's log-prob under the policy and under the reference policy.
+        """Return, by rollout id, the log-probs of sampled tokens under the policy and the reference policy.
 
         Called only for jobs whose rewards contain the KL between these two policies.
         """
@@ -87,90 +90,94 @@ class Learner(Protocol):
     def update(
         self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
     ) -> dict[str, float]:
-        """Score the episodes, do one iteration of policy updates, and return its metrics.
+        """Score the episodes, run the policy updates of one iteration, and return metrics of the iteration.
 
         Args:
-            policy_version: version of the weights before the update, if older weights sampled some of the
-                actor's tokens; None: the weights before the update sampled all of them.
+            policy_version: version of the weights before the update, if older weights may have sampled some
+                of the actor's tokens. None: the weights before the update sampled all of the actor's tokens.
 
-        Raises NonFiniteLoss before anything non-finite reaches the weights.
+        Raises NonFiniteLoss before a non-finite value reaches the weights.
         """
 
     def save(self, folder: Path, progress: Progress) -> None:
-        """Write a whole checkpoint, or raise CheckpointError and leave nothing."""
+        """Write a whole checkpoint. On failure, raise CheckpointError and leave no partial checkpoint."""
 
     def publish(self, folder: Path, part: WeightPart = "whole") -> None:
-        """Write the policy for engines, or raise CheckpointError and leave nothing.
+        """Write the policy for engines to load. On failure, raise CheckpointError and leave no files.
 
         Args:
-            part: "whole": the model with merged adapters, and the adapters next to it; "base": the base
-                model without adapters; "adapters": a folder of the adapters alone.
+            part: "whole": the model with merged adapters, and the adapters in separate files; "base": the
+                base model without adapters; "adapters": only the adapters.
         """
 
     def offer(self, peer: str) -> tuple[str, int]:
-        """Offer the policy to servers until it changes; return the host and port where they ask for it.
+        """Offer the current weights to servers; return the host and port at which servers request them.
+
+        The offer ends when the weights change.
 
         Args:
-            peer: the host of one server; it determines which address of this machine is returned.
+            peer: the host of one server. The returned host is the address from which this machine reaches it.
         """
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
-        """Send the policy that is on offer to servers as they ask for it; return how many have loaded it.
+        """Send the offered weights to each server that requests them; return how many servers loaded them.
+
+        Returns 0 at once if no weights are offered.
 
         Args:
-            expected: the call returns once this many servers have loaded the policy.
-            wait_s: it also returns when no server asks for this long, and at once if nothing is on offer.
-            tell: receives the number of servers that have loaded it, and the expected number, while it
-                waits; an error that it raises ends the wait.
+            expected: the call returns once this number of servers have loaded the weights.
+            wait_s: the call also returns if no server requests the weights for this many seconds.
+            tell: called during the wait with the number of servers that have loaded the weights, and with
+                `expected`. If `tell` raises an error, the wait ends with this error.
         """
 
     def find_long(self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int) -> list[LongPrompt]:
-        """Return the prompts of more than `most` tokens, as the gateway counts them without any tools."""
+        """Return the conversations that have more than `most` tokens when they are rendered without tools."""
 
     def score_ids(self, ids: Sequence[int]) -> list[float]:
-        """Return the log-probs of ids[1:] under the policy, each given all ids before it."""
+        """Return the log-prob of each id in ids[1:] under the policy, given all ids before this id."""
 
     def hardware(self) -> Hardware:
-        """Return the device on which the learner computes, and its precision."""
+        """Return the precision and the accelerators of the learner."""
 
 
 class LearnerFactory(Protocol):
-    """Makes the learner of a run, in this process or in one of its own. Calls block, as a learner's do."""
+    """Makes the learner of a run, in this process or in a separate one. Its methods block."""
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
-        """Return the model folders of the fixed policies, by name. A policy at a remote server has none.
+        """Check the fixed policies; return the model folders of those without a remote server, by name.
 
         Args:
-            checkpoint: the checkpoint that the run continues from; None: the run begins.
+            checkpoint: the checkpoint from which the run continues; None: the run begins.
 
         Raises:
-            TrainerError: a policy has no such folder, or another tokenizer than the actor.
+            TrainerError: a policy's folder is missing or unsuitable, or its tokenizer is not the actor's.
         """
 
     def plan_memory(self, checkpoint: Path | None, fixed: Sequence[Path]) -> str:
-        """Return a line about the memory that the run will need, then a line for each slow part.
+        """Estimate the memory that the run needs, without reading weights, and return the estimate as text.
 
-        No weights are read.
+        The text has a line about memory, then a line for each part of the run that will be slow.
 
         Args:
-            checkpoint: the checkpoint that the run continues from; None: the run begins.
-            fixed: model folders of the fixed policies that this machine serves too.
+            checkpoint: the checkpoint from which the run continues; None: the run begins.
+            fixed: model folders of the fixed policies that this machine also serves.
 
         Raises:
-            JobError: the job cannot fit.
+            JobError: the run needs more memory than the machine has.
         """
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_folder: Path | None) -> Learner:
-        """Make a learner of the job's model.
+        """Make a learner that starts from the job's model. The arguments matter only for a preset.
 
         Args:
-            prompts: a preset's tokenizer is trained on their texts.
-            tokenizer_folder: the model folder of a fixed policy, whose tokenizer a preset shares; None: a
-                new tokenizer.
+            prompts: episodes whose texts train the tokenizer of the preset.
+            tokenizer_folder: model folder of a fixed policy, whose tokenizer the preset uses. None: train a
+                tokenizer on `prompts`.
         """
 
     def resumed(self, checkpoint: Path) -> tuple[Learner, Progress]:
-        """Make a learner from a checkpoint, and return the checkpoint's progress too."""
+        """Make a learner from a checkpoint; return the learner and the stored progress."""
 
 
 class InferenceServer(Protocol):
@@ -179,57 +186,60 @@ class InferenceServer(Protocol):
     inference: Inference
 
     async def publish(self, policy_version: int) -> None:
-        """Serve the learner's weights from now on, under this version; no request is lost."""
+        """Serve the learner's weights from now on, as version `policy_version`. No request is lost."""
 
     async def release(self) -> None:
-        """Free the memory that the server shares with the learner, because nothing is sampled for a while."""
+        """Free the memory that the server shares with the learner. Called before a pause in sampling."""
 
     async def resume(self) -> None:
-        """Serve again after a release, unless new weights were published since then."""
+        """Serve the same weights again after `release`. Does nothing if `publish` was called since then."""
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run work that uses the server, and return its result. When this returns or raises, work has ended.
+        """Run `work`, which uses the server, and return its result.
 
-        Raises EngineStopped if the engine has failed, since further requests would be useless.
+        `work` has always ended when this method returns or raises. If the engine fails, `work` is
+        cancelled and EngineStopped is raised, because `work` could otherwise wait forever.
         """
 
     def watch(self, reporter: "Reporter") -> None:
-        """Report the server's processes now, if it has any, and every later change of one."""
+        """Report each process of the server to `reporter`: now, and whenever the process changes."""
 
     async def verify(self) -> list[str]:
-        """Check that no fixed policy has changed since it was loaded; return a line for each local one."""
+        """Check that the weights of local fixed policies are unchanged; return a line of text per policy."""
 
     async def totals(self) -> Mapping[str, float]:
-        """Return counts since the start: requests, prompt_tokens, sampled_tokens, steps, and more.
+        """Return counts since the start by name: requests, prompt_tokens, sampled_tokens, steps, and more.
 
-        It does not raise: the newest known counts stand for a server that has failed.
+        If a server has failed, the result contains its last known counts, and no error is raised.
         """
 
 
 class Reporter(Protocol):
-    """Informs the user. Calls return at once."""
+    """Informs the user. Its methods return without waiting."""
 
     def say(self, text: str) -> None:
         """Report one line worth keeping."""
 
     def note(self, text: str) -> None:
-        """Report, in a line that stays in view, what is slow since this start of the run, and why."""
+        """Report in one line which part of the run is slow, and why. The line stays in view."""
 
     def stage(self, name: str, done: int, total: int) -> None:
         """Report the progress of the current stage."""
 
     def metrics(self, row: dict[str, Any], line: str) -> None:
-        """Report a row that was just written to metrics.jsonl; `line` says the same in words."""
+        """Report a row that was just written to metrics.jsonl; `line` is a summary of the row in words."""
 
     def process(
         self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
         host: str = "",
     ) -> None:  # fmt: skip
-        """Report a process that works for the run, or a change of one; in the state `GONE` it is forgotten.
+        """Report a process that works for the run: that it exists, or that it has changed.
+
+        A process in the state `GONE` is no longer shown.
 
         Args:
-            name: identifies the process together with the role.
-            version: the version of the policy that the process has; None: unchanged.
-            word: the last message of the process or about the process.
-            host: the host of the process, unless the name contains it; empty: unchanged.
+            name: identifies the process, together with the role.
+            version: the version of the policy that the process serves; None: unchanged.
+            word: the last message from the process, or about it.
+            host: the host of the process, if the name does not contain it; empty: unchanged.
         """

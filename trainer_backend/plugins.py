@@ -1,6 +1,7 @@
-"""The registries of the trainer, called plug boards. A board has a plug for each name that a job may choose.
+"""The registries of the trainer, called plug boards. A board maps each name that a job may choose to a plug.
 
-A plug is an implementation with facts about it, such as its keys. Importing this file imports no torch.
+A plug is an implementation, such as a loss function, with facts about the implementation, such as the job
+keys that it reads. Importing this file does not import torch.
 """
 
 from collections.abc import Mapping
@@ -70,9 +71,9 @@ SINKS: dict[str, OpenSink] = {
 }
 # Schedules of alpha, the probability that the actor instead of a fixed policy samples.
 ALLOCATIONS = {**CONSTANT_ALLOCATIONS, "adaptive": AllocationPlug(AdaptiveSchedule)}
-# Formats of tool calls. The first marker found in a chat template decides: templates with parameters in tags
-# contain the marker of Hermes too. Gemma 4's and harmony's replies are sent as a whole: text outside of the
-# content must not be streamed as content.
+# Formats of tool calls. A chat template has the first format of this table of which it contains a marker. So
+# the order matters: the templates of qwen3_coder and glm contain the marker of hermes too. Replies in the
+# formats gemma4 and harmony are not streamed, because their reasoning must not be sent as content.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "turnwise": ToolFormat(
         parse_turnwise,
@@ -120,8 +121,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama": ToolFormat(parse_llama, markers=("ipython",), openers=("{", PYTHON_TAG)),
 }
 OperatorPlug = EstimatorPlug[Any] | LossPlug | AggregationPlug | AllocationPlug
-# The boards to which an operator may add (operator_plugins.py), by the job's key that takes names of the
-# board. Each board has its own type of plug.
+# Job key -> the board with the names that this key accepts, for boards to which operators may add plugs
+# (operator_plugins.py). Each board has its own type of plug.
 OPEN_BOARDS: dict[str, dict[str, Any]] = {
     "algorithm.advantage": ESTIMATORS,
     "algorithm.loss": LOSSES,
@@ -129,7 +130,7 @@ OPEN_BOARDS: dict[str, dict[str, Any]] = {
     "rollout_allocation_schedule.type": ALLOCATIONS,
 }
 BUILT_IN = {board: frozenset(plugs) for board, plugs in OPEN_BOARDS.items()}
-# All boards, by the job's key that takes names of the board; checks and documentation use them.
+# Job key -> the board with the names that this key accepts, for all boards; checks and documentation use it.
 BOARDS: dict[str, Mapping[str, Any]] = {
     **OPEN_BOARDS,
     "algorithm.fork_rule": FORK_RULES,
@@ -139,7 +140,7 @@ BOARDS: dict[str, Mapping[str, Any]] = {
     "model.tool_call_format": TOOL_FORMATS,
 }
 
-# By board, the job's table whose keys the plugs read.
+# Job key of a board -> the job table whose keys the plugs of the board read.
 READ_BY = {
     "algorithm.advantage": "algorithm",
     "algorithm.loss": "training",
@@ -151,7 +152,11 @@ READ_BY = {
 
 
 def reads(board: str) -> dict[str, frozenset[str]]:
-    """Return the keys that each plug of a board reads. A job may not set a key that only other plugs read."""
+    """Return the dotted job keys that each plug of a board reads, by the name of the plug.
+
+    A job that chooses one plug may not set a key that only other plugs read. `algorithm.gamma` is left out,
+    because every job may set it.
+    """
     if board == "training.critic":
         kinds = CRITICS
     else:
@@ -167,19 +172,19 @@ def reads(board: str) -> dict[str, frozenset[str]]:
 
 
 def not_read(board: str, name: str) -> dict[str, list[str]]:
-    """Return the keys that only other plugs of the board read, each with the names of these plugs."""
+    """Return each key that other plugs of the board read but plug `name` does not, with their names."""
     readers = reads(board)
     others = frozenset[str]().union(*readers.values()) - readers[name]
     return {key: [other for other, keys in readers.items() if key in keys] for key in sorted(others)}
 
 
 def refuse_unknown(key: str, name: str) -> None:
-    """Raise JobError, which lists the known names, if the board of `key` has no plug of this name."""
+    """Raise JobError if the board of `key` has no plug with this name. The error lists the known names."""
     _find_plug(BOARDS[key], name, key=key)
 
 
 def _find_plug(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
-    """Return the plug of a name; JobError, which lists the names, if there is none."""
+    """Return the plug with this name. Raises JobError, which lists the known names, if there is none."""
     if name in board:
         return board[name]
     told = did_you_mean(name, board)
@@ -190,7 +195,7 @@ def _find_plug(board: Mapping[str, Plug], name: str, *, key: str) -> Plug:
     raise JobError(f"{key} is {name[:100]!r}{told}")
 
 
-# Each returns the plug of a name, or raises the JobError of `_find_plug`.
+# Each of these functions returns the plug with a name, or raises the JobError of `_find_plug`.
 estimator = partial(_find_plug, ESTIMATORS, key="algorithm.advantage")
 fork_rule = partial(_find_plug, FORK_RULES, key="algorithm.fork_rule")
 policy_loss = partial(_find_plug, LOSSES, key="algorithm.loss")

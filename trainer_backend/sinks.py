@@ -1,6 +1,6 @@
-"""Sinks of metrics: [sinks], their interface, Weights & Biases, Trackio, TensorBoard.
+"""Sends metrics to Weights & Biases, Trackio and TensorBoard, as the job's table [sinks] asks.
 
-Importing this loads no sink's library.
+A sink's library is imported only when the sink is opened.
 """
 
 import importlib.util
@@ -24,11 +24,11 @@ class WandbKeys(Table):
     project: str = Field(min_length=1)
     """project of the run"""
     entity: str | None = None
-    """user or team; absent: the default one"""
+    """user or team; absent: the default of the W&B account"""
     name: str | None = None
     """name of the run; absent: its directory's name"""
     mode: Literal["online", "offline"] | None = None
-    """absent: WANDB_MODE, else online"""
+    """whether rows are sent at once or stored locally; absent: the value of WANDB_MODE, or else online"""
 
 
 class TrackioKeys(Table):
@@ -37,8 +37,8 @@ class TrackioKeys(Table):
     name: str | None = None
     """name of the run; absent: its directory's name"""
     space_id: str | None = None
-    """a Space of Hugging Face that keeps the run; absent: TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, else the
-    folder that `trackio show` reads"""
+    """a Space of Hugging Face that stores the run; absent: the place that TRACKIO_SPACE_ID or
+    TRACKIO_SERVER_URL names, or else the local folder that `trackio show` reads"""
 
 
 class SinksTable(Table):
@@ -54,13 +54,13 @@ class SinksTable(Table):
 
 
 class Sink(Protocol):
-    """Takes rows of metrics.jsonl, oldest first.
+    """Receives the rows of metrics.jsonl, oldest first.
 
-    After an exception, which is reported, it gets no more rows.
+    If a method raises an error, the caller reports the error and sends no more rows to the sink.
     """
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take one row, without waiting."""
+        """Accept one row. Does not wait until the row has been sent over a network."""
 
     def close(self) -> None:
         """Send the rows that are still buffered."""
@@ -68,23 +68,23 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SinkRun:
-    """The run whose rows a sink gets."""
+    """The run whose rows a sink receives."""
 
     folder: Path
     run_id: str
-    """The same for every start of the run."""
+    """Id of the run. It stays the same when the run is resumed."""
     job: Mapping[str, Any]
     """The whole job as plain values, without secrets."""
 
 
-# Opens a sink with its value of [sinks].
+# (the sink's value in [sinks], the run) -> the opened sink.
 OpenSink = Callable[[Any, SinkRun], Sink]
 
 
 def refuse_missing_libraries(
     table: SinksTable, *, installed: Callable[[str], object] = importlib.util.find_spec
 ) -> None:
-    """Raise JobError for a sink whose library is missing."""
+    """Raise JobError if the job names a sink whose library is not installed."""
     for name in type(table).model_fields:
         if getattr(table, name) and not installed(name):
             raise JobError(
@@ -94,11 +94,12 @@ def refuse_missing_libraries(
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row by tag, for sinks that draw curves.
+    """Return the finite numbers of a row of metrics.jsonl by tag, the name of the curve that a sink draws.
 
-    A table such as eval/success_rates gives one tag per entry. Rows of kinds other than `iteration` have
-    their kind before the name, so that an evaluation's rollout/finished differs from the iteration's. Lists,
-    texts, times of day, and numbers that are not finite are left out.
+    The tag is the name of the metric. An entry of a table such as eval/success_rates has the tag NAME/KEY.
+    Tags of an evaluation begin with `eval/`, and tags of other rows with the kind of the row, unless the kind
+    is `iteration`. So rollout/finished of an evaluation is another curve than rollout/finished of an
+    iteration. Lists, texts and times of day are left out.
     """
     kind = row["kind"]
     tags: dict[str, float] = {}
@@ -119,7 +120,7 @@ def _is_number(value: Any) -> bool:
 
 
 class Wandb:
-    """Starts a W&B run, or continues the one of this run directory without sending its rows again."""
+    """Sends rows to a W&B run. A resumed run continues its W&B run, and does not send earlier rows again."""
 
     def __init__(self, keys: WandbKeys, run: SinkRun) -> None:
         import wandb
@@ -133,11 +134,12 @@ class Wandb:
             resume="allow",
             dir=str(run.folder),
             config=dict(run.job),
-            # A separate run, whatever else this process logs, and without output in our live table.
+            # Create a separate W&B run even if this process has another one. Print nothing, because output
+            # would break the trainer's live table.
             settings=wandb.Settings(console="off", silent=True),
             reinit="create_new",
         )
-        # W&B accepts no row of a step before its current one.
+        # W&B refuses rows whose step is below its current step.
         self._from = self._run.step
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -148,12 +150,13 @@ class Wandb:
         self._run.finish()
 
 
-# Trackio keeps runs in a folder of the user (TRACKIO_DIR), where `trackio show` finds them, or in a Space of
-# Hugging Face, or at a server (TRACKIO_SERVER_URL). Runs may share a name there; ours is known by its run id.
+# Trackio stores runs in a folder of the user (TRACKIO_DIR), which `trackio show` reads, or in a Space of
+# Hugging Face, or at a server (TRACKIO_SERVER_URL). Several Trackio runs may have the same name, so the
+# run id in the config identifies the Trackio run of a run directory.
 
 
 class Trackio:
-    """Starts a Trackio run. In the local folder it replaces the Trackio run of an earlier start."""
+    """Sends rows to a new Trackio run. The Trackio run of an earlier start is deleted in the local folder."""
 
     def __init__(self, keys: TrackioKeys, run: SinkRun) -> None:
         import trackio
@@ -162,7 +165,7 @@ class Trackio:
             for earlier in list(trackio.Api().runs(keys.project)):
                 if (earlier.config or {}).get(_TRACKIO_RUN_ID) == run.run_id:
                     earlier.delete()
-        with redirect_stdout(io.StringIO()):  # trackio prints, which would break our live table
+        with redirect_stdout(io.StringIO()):  # trackio prints, which would break the trainer's live table
             self._run = trackio.init(
                 project=keys.project,
                 name=keys.name or run.folder.name,
@@ -189,7 +192,7 @@ _TRACKIO_RUN_ID = "turnwise_run_id"
 
 
 class TensorBoard:
-    """Opens a new event file; it replaces earlier ones of the run, since all rows are written again."""
+    """Writes all rows to a new event file. It makes TensorBoard drop the data of the run's earlier files."""
 
     def __init__(self, asked: Literal[True], run: SinkRun) -> None:
         # The job asked for it; a missing package was reported before.
@@ -198,7 +201,8 @@ class TensorBoard:
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._writer = EventFileWriter(str(run.folder / "tensorboard"))
-        # Readers drop earlier files' data from this step on (event_accumulator.py, purge_orphaned_data).
+        # At this event, readers drop the data of earlier files from step 0 on (event_accumulator.py,
+        # purge_orphaned_data).
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(event_pb2.Event(wall_time=time.time(), step=0, session_log=start))
 

@@ -1,4 +1,4 @@
-"""Puts a run together from its job: services, model, warm-up, inference. `train.train` does the rest."""
+"""Starts a run from its job: services, model, warm-up and inference. `train.train` then iterates."""
 
 import asyncio
 import gc
@@ -46,9 +46,9 @@ class Ended(NamedTuple):
     """How a run ended."""
 
     progress: Progress
-    """The last finished iteration, which is saved."""
+    """The progress after the last finished iteration, which is saved in a checkpoint."""
     stopped: str
-    """The signal that stopped the run, if a resume has something left to do; otherwise empty."""
+    """The name of the signal that stopped the run; empty if no work is left."""
 
 
 async def run_job(
@@ -59,14 +59,15 @@ async def run_job(
     resume: bool,
     accept_data: bool = False,
 ) -> Ended:
-    """Start everything, train, and end everything again, also after an error or Ctrl-C.
+    """Start the processes of a run, train, and end the processes, also after an error or Ctrl-C.
 
     Args:
-        accept_data: resume with the current rows of [data], even if they changed since the run began.
+        resume: continue from the newest checkpoint of `directory`.
+        accept_data: use the current rows of [data], even if they changed since the run began.
 
     Raises:
         DataError: rows changed since the run began, and `accept_data` is false.
-        Stopped: a stop came before the first checkpoint.
+        Stopped: a signal stopped this start of the run before its first iteration.
     """
     with (
         run_lock(directory.path),
@@ -108,11 +109,12 @@ async def restart_on_loss(
     most: int,
     resume: bool,
 ) -> Ended:
-    """Start a run, and restart it from its newest checkpoint when the learner's process is lost.
+    """Start a run, and restart it from its newest checkpoint whenever the learner's process is lost.
 
     Args:
-        start: runs the job to its end; its argument says whether it resumes.
-        most: the largest number of restarts.
+        start: runs the job to its end; its argument is whether to resume from the newest checkpoint.
+        most: the largest number of restarts. After these, LearnerLost is raised.
+        resume: whether the first start resumes.
     """
     for restarts in count():
         try:
@@ -129,18 +131,18 @@ async def restart_on_loss(
 async def learner_factory(
     job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher
 ) -> AsyncIterator[LearnerFactory]:
-    """Open the factory of a run's learner, which is in this process, or with [cluster] in another one."""
+    """Yield the factory of the run's learner, which runs in this process, or with [cluster] in another."""
     if job.cluster is None:
-        # With [cluster], only the learner's process imports torch.
+        # Import torch only here, because with [cluster] only the learner's process needs it.
         collects, is_first = gc.isenabled(), _WITH_TORCH not in sys.modules
-        gc.disable()  # collections would take a sixth of the import's time
+        gc.disable()  # garbage collection would take a sixth of the import's time
         try:
             from trainer_backend import learner_parts
 
             learners = learner_parts.local_learners(job)
         finally:
             if is_first:
-                gc.freeze()  # else the collection after each iteration takes 0.2 s for the imports
+                gc.freeze()  # else the collection after each iteration spends 0.2 s on imported objects
             if collects:
                 gc.enable()
         yield learners
@@ -167,7 +169,8 @@ async def _run(
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
     fixed_setup = await asyncio.to_thread(_load_fixed_setup, job, learners, checkpoint)
-    # New for each start: task apps refuse an earlier start's ids with another body. Seeds do not use it.
+    # Each start of the run has a new run id, because task apps refuse a rollout id that an earlier start used
+    # with another request body. Seeds do not depend on the run id.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # Reserve the port first, so that a port in use is found before the minutes of a warm-up.
     with job_parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
@@ -202,7 +205,8 @@ async def _run(
                     reporter, reporter.resumes, reseedable=reseedable,
                     curriculum=_curriculum(planner, apps, directory, reporter, reseedable=reseedable),
                 )  # fmt: skip
-                # Record changed rows only now: a start that fails, or has nothing left to play, accepts none.
+                # Record changed rows only now, so that a start that fails, or has no work left, does not
+                # accept the change.
                 if models.checkpoint is not None and work_left(run, progress):
                     await asyncio.to_thread(record_rows, directory, record, data, progress.iteration)
                 progress = await train(run, progress, stop, served=replace_job)
@@ -212,7 +216,11 @@ async def _run(
 
 
 async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> bool:
-    """Try the job; return whether it reseeds its environment, and the environment allows that."""
+    """Check the job at the task apps; return whether snapshots of its environment are reseeded.
+
+    They are reseeded, so that copies of a snapshot draw different random numbers, if the job's curriculum or
+    fork rule needs that and the environment supports it.
+    """
     preset = job.model.preset is not None
     await until(stop, try_job(planner, apps, from_scratch=from_scratch, preset=preset))
     if stop.is_set():
@@ -232,7 +240,7 @@ def _curriculum(
 
 
 def _load_fixed_setup(job: JobConfig, learners: LearnerFactory, checkpoint: Path | None) -> FixedSetup:
-    """Load the fixed policies; an error if one does not fit the actor."""
+    """Return the settings of the fixed policies. Raises an error if a policy does not fit the actor."""
     return FixedSetup(job.fixed_policies, learners.fixed_folders(checkpoint), job.rollout_allocation_schedule)
 
 
@@ -242,9 +250,10 @@ def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) 
 
 
 def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:
-    """Store the job for resume, report and eval; return a function that stores it once all is served.
+    """Store the job in the run directory, where `resume`, `report` and `eval` read it.
 
-    If gateways of [cluster] may still refuse the fixed policies, only the returned function stores the job.
+    Returns a function that stores the job (again); call it once all policies are served. With [cluster] and
+    fixed policies, only this function stores the job, because gateways may still refuse the fixed policies.
     """
     replace_job = partial(directory.replace_job, job)
     if job.cluster is None or not job.fixed_policies:
@@ -253,7 +262,7 @@ def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]
 
 
 async def _checked_servers(job: JobConfig) -> list[str]:
-    """Check the job's vLLM servers, and return a line about each."""
+    """Check the job's vLLM servers, and return one line of text per server."""
     on_nodes = job.cluster is not None and job.cluster.launcher == "ray" and not job.inference.urls
     if job.inference.engine == "local" or on_nodes:  # the nodes, not this machine, must have vLLM
         return []
@@ -261,7 +270,7 @@ async def _checked_servers(job: JobConfig) -> list[str]:
 
 
 def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
-    """Refuse a damaged newest checkpoint, or a damaged iteration_0 if the job needs the start of RL."""
+    """Raise an error if the newest checkpoint is damaged, or if a needed iteration_0 (start of RL) is."""
     newest = newest_folder(checkpoints)
     if newest is None:
         return

@@ -1,6 +1,6 @@
-"""A training run, read top to bottom. Numbers in comments are the stops of docs/route.md.
+"""The main loop of a training run. Numbers in comments are the stops of docs/route.md.
 
-No torch here: the learner and the inference server are behind protocols.
+This file does not import torch: the learner and the inference server are protocols (`parts`).
 """
 
 import asyncio
@@ -37,20 +37,19 @@ __all__ = ["Run", "train", "work_left"]
 async def train(
     run: Run, progress: Progress, stop: asyncio.Event, served: Callable[[], None] = lambda: None
 ) -> Progress:
-    """Iterate until the job is done or `stop` is set; return the state of the last finished iteration.
+    """Run iterations until the job is done or `stop` is set; return the progress at the end.
 
-    A stop takes effect between stages, while rollouts are collected and while weights are published, but not
-    during an update. The saved state is therefore always the end of an iteration, also after errors of
-    rollouts and updates.
+    A stop ends the collection of rollouts and the publication of weights. An update is finished first. So the
+    saved state is always the state at the end of an iteration, even after an error in rollouts or an update.
 
     Args:
-        served: is called once the policy in training and the fixed policies are served.
+        served: called once the policy in training and the fixed policies are served.
     """
     saving, ahead = run.saving, Ahead(run, stop)
     await until(stop, run.server.publish(progress.policy_version))
     if not stop.is_set():
         served()
-    saving.mark_best()  # the process may have been killed between an evaluation and this
+    saving.mark_best()  # an earlier start may have been killed after an evaluation, before it set the mark
     try:
         while True:
             try:
@@ -63,7 +62,7 @@ async def train(
                 iteration = None if ends else ahead.take(progress)
                 result = None if iteration is None else await _play(iteration)
             except TrainerError as error:
-                if not isinstance(error, LearnerLost):  # with the learner, the weights to save are lost
+                if not isinstance(error, LearnerLost):  # a lost learner has no weights to save
                     await _save_last(run, progress)
                 raise
             learned = None
@@ -74,7 +73,7 @@ async def train(
                 return progress
             progress = learned
             del iteration, result  # so that memory holds one batch at a time
-            gc.collect()  # the only search of old objects while batches grow (garbage.py)
+            gc.collect()  # the only full garbage collection while batches grow (garbage.py)
     finally:
         await ahead.end()
         if (failure := await saving.end()) is not None:
@@ -82,27 +81,28 @@ async def train(
 
 
 def work_left(run: Run, progress: Progress) -> bool:
-    """Return whether a resumed run has an iteration or an evaluation left."""
+    """Return whether an iteration or an evaluation of the job is still to be run."""
     return progress.iteration < run.saving.last_iteration or run.saving.evaluation_due(progress)
 
 
 class Ahead:
-    """The iterations whose rollouts are requested: the next one, and up to `max_staleness` beyond it.
+    """Begins to collect iterations while the learner works on earlier ones.
 
-    Iteration k may begin once the weights with which iteration k - max_staleness starts are served. So the
-    weights that sample its tokens are at most `max_staleness` iterations older than its update. The learner
-    takes the iterations in order, each with exactly the rollouts of its plan.
+    Rollouts are requested for the next iteration, and for up to `max_staleness` iterations after it.
+    Iteration k can begin when the weights after iteration k - 1 - max_staleness are served. So the weights
+    that sample a token are at most `max_staleness` iterations older than the weights before its update. The
+    learner trains the iterations in order, each with exactly the rollouts of its plan.
 
     Source: DESIGN.md section 8.
     """
 
     def __init__(self, run: Run, stop: asyncio.Event) -> None:
         self.run, self.stop = run, stop
-        self.last_row = Moment(0.0, {})  # of the last finished iteration
+        self.last_row = Moment(0.0, {})  # when the metrics row of the last finished iteration was made
         self._iterations: dict[int, Iteration] = {}
 
     def begin_early(self, progress: Progress) -> None:
-        """Begin the iterations that may be collected while the learner works; none with `max_staleness` 0."""
+        """Begin all iterations that may be collected now. Does nothing if `max_staleness` is 0."""
         staleness, following = self.run.planner.table.max_staleness, progress.iteration + 1
         if staleness and not self.stop.is_set():
             last = min(following + staleness, self.run.saving.last_iteration)
@@ -110,12 +110,12 @@ class Ahead:
                 self._begin(number, progress)
 
     def take(self, progress: Progress) -> "Iteration":
-        """Return the next iteration, and begin it unless it has begun."""
+        """Return the iteration after `progress`; begin it first, unless `begin_early` has begun it."""
         self._begin(progress.iteration + 1, progress)
         return self._iterations.pop(progress.iteration + 1)
 
     async def end(self) -> None:
-        """Cancel the iterations that will not be learned from."""
+        """Cancel all iterations that have begun and were not taken."""
         iterations, self._iterations = self._iterations, {}
         for iteration in iterations.values():
             await iteration.cancel()
@@ -126,7 +126,7 @@ class Ahead:
 
 
 async def _play(iteration: Iteration) -> IterationResult | None:
-    """Do stops 2 to 10 of docs/route.md; return None if the run was asked to stop first."""
+    """Collect and credit an iteration's rollouts (stops 2 to 10); return None if a stop came first."""
     while not iteration.is_complete:
         if not await iteration.add_round():
             return None
@@ -136,12 +136,16 @@ async def _play(iteration: Iteration) -> IterationResult | None:
 async def _learn_or_reject(
     ahead: Ahead, progress: Progress, iteration: Iteration, result: IterationResult
 ) -> Progress | None:
-    """Call `_learn`; replace rollouts that the update rejects, and learn again. None: the run was stopped."""
+    """Call `_learn`. If the update rejects rollouts, collect others in their place, and learn again.
+
+    Returns the new progress, or None if the run was asked to stop while other rollouts were collected. Raises
+    the update's error if the rollouts cannot be replaced.
+    """
     run = ahead.run
     try:
         return await _learn(ahead, progress, result)
     except (CreditError, UpdateStopped) as error:
-        is_whole = not getattr(error, "steps_taken", 0)  # else the weights lie within an iteration
+        is_whole = not getattr(error, "steps_taken", 0)  # else some steps of the update changed the weights
         if not iteration.reject(error, goes_on=is_whole):
             if is_whole:
                 await _save_last(run, progress)
@@ -156,7 +160,7 @@ async def _learn_or_reject(
 
 
 async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> Progress:
-    """Do stops 11 to 13: update, serve the new weights, record the consumed rollouts and the metrics."""
+    """Update the policy, serve the weights and record metrics (stops 11 to 13); return the new progress."""
     run, iteration = ahead.run, progress.iteration + 1
     staleness = _staleness(run, progress, result)
     keeping = asyncio.ensure_future(_keep_starts(run, iteration, result))  # while the learner works
@@ -176,7 +180,8 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
         starts = await keeping
     finally:
         await end_tasks(keeping)
-    # Iterations that are collected at the same time each report what happened since the previous row.
+    # Iterations may be collected at the same time. Each row reports only what happened since the previous
+    # row, so that no request counts in two rows.
     since = max(ahead.last_row, result.start, key=attrgetter("seconds"))
     now = await moment(run.server)
     ahead.last_row = now
@@ -204,21 +209,24 @@ async def _learn(ahead: Ahead, progress: Progress, result: IterationResult) -> P
     compares_siblings = run.credit.estimator.compares_siblings
     for warning in find_warnings(row, run.directory.metrics, compares_siblings=compares_siblings):
         run.reporter.say(warning)
-    if error is not None:  # the update is done; a resumed run first publishes its weights
+    if error is not None:  # no server loaded the new weights; a resumed run publishes them again
         await _save_last(run, progress)
         raise error
     return progress
 
 
 async def _keep_starts(run: Run, iteration: int, result: IterationResult) -> dict[str, float]:
-    """Keep the snapshots that later iterations may start at, if the job has [curriculum]."""
+    """Store snapshots at which later games may start, and return metrics. Do nothing without [curriculum]."""
     if run.curriculum is None:
         return {}
     return await run.curriculum.keep(iteration, result.requests, result.batch.rollouts)
 
 
 def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[str, float]:
-    """Measure how old the iteration's tokens are; SamplerMismatch if one is older than `max_staleness`."""
+    """Return metrics of the staleness of the iteration's tokens, in policy versions.
+
+    Raises SamplerMismatch if the staleness of a token exceeds a `max_staleness` above 0.
+    """
     after_forks = result.branches.rollouts if run.credit.algorithm.train_branches else ()
     own = run.credit.policies.by_actor([*result.batch.rollouts, *after_forks])
     played = [rollout.trajectory for rollout in own if rollout.trajectory is not None]
@@ -234,7 +242,11 @@ def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[st
 
 
 async def _publish(ahead: Ahead, progress: Progress) -> TrainerError | None:
-    """Publish the new weights unless a stop comes first; return the error if no server loads them."""
+    """Publish the new weights, unless a stop comes first.
+
+    If publishing fails, the error is returned instead of raised, so that the caller can first record the
+    finished update. LearnerLost is raised, because the update is then lost.
+    """
     try:
         await until(ahead.stop, ahead.run.server.publish(progress.policy_version))
     except TrainerError as error:
@@ -245,7 +257,7 @@ async def _publish(ahead: Ahead, progress: Progress) -> TrainerError | None:
 
 
 async def _update(run: Run, result: IterationResult, progress: Progress) -> dict[str, float]:
-    """Update the policy and return its metrics; report it if it takes no step."""
+    """Update the policy and return metrics of the update. If the policy takes no step, tell the user why."""
     episodes, iteration = result.credited.episodes, progress.iteration + 1
     if not episodes:
         run.reporter.say(f"iteration {iteration}: every group is flat, so no step is taken")
@@ -271,13 +283,13 @@ async def _update(run: Run, result: IterationResult, progress: Progress) -> dict
 
 
 async def _save_last(run: Run, progress: Progress) -> None:
-    """Save, and wait until everything is written."""
+    """Save a checkpoint, and wait until it is written."""
     await run.saving.save(progress)
     await run.settled()
 
 
 async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
-    """Play the held-out worlds, and mark the checkpoint as the best if no earlier one scored higher."""
+    """Play the held-out worlds, record their metrics, and mark the checkpoint with the best evaluation."""
     started = time.monotonic()
     requests = run.planner.evaluation(str(progress.iteration))
     name = f"evaluation_{progress.iteration}"
@@ -285,7 +297,7 @@ async def _evaluate(run: Run, progress: Progress, stop: asyncio.Event) -> None:
     with run.timeline.working("collect") as span:
         collecting = run.collect(f"evaluate {progress.iteration}", requests, spool=spool, stop=stop)
         batch = await run.saving.while_written(collecting)
-    await run.settled()  # a row of an evaluation comes after its checkpoint
+    await run.settled()  # the checkpoint is written before the evaluation's row
     if batch is None:
         return
     write_rollouts(run.directory.rollouts_file(name), batch.all)

@@ -2,8 +2,9 @@
 
     from turnwise import RLRolloutWorker, TaskDefinitionModel
 
-A name is imported on first access, with its own module only. No name needs torch. The names of the task app
-and of shared_schemas do not import the trainer. The imports below are for type checkers.
+The first access to a name imports the name's module, not those of the other names. No name needs torch. The
+names of the task app and of shared_schemas do not import the trainer. The imports below are for type
+checkers.
 """
 
 from importlib import import_module
@@ -61,7 +62,7 @@ __all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:
-    """Import the name from its module on first access (PEP 562), and keep it as an attribute here."""
+    """Import a name from its module on first access (PEP 562), and store it as an attribute here."""
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""guess.py: find a hidden number; every guess is answered with higher or lower."""
+"""guess.py: an environment that hides a number and answers each guess with higher, lower or found."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""halver.py: plays the game of guess.py by halving the remaining range."""
+"""halver.py: a policy that plays the environment of guess.py by halving the remaining range."""
 
 from shared_schemas.base import Body
 from task_app.plugins import PolicyPlugin

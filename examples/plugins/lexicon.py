@@ -1,4 +1,4 @@
-"""lexicon.py: a tool looks words up; an interaction answers and scores what the model says in words."""
+"""lexicon.py: a dialogue with a tool that looks words up; an interaction answers and scores plain text."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""medians.py: an estimator that subtracts the siblings' median, and a loss with a penalty, not a clip."""
+"""medians.py: an estimator that subtracts the group's median, and a loss with a penalty instead of a clip."""
 
 from statistics import median
 
@@ -10,12 +10,12 @@ from trainer_backend.operator_plugins import estimator, loss
 
 class MedianKeys(EstimatorKeys):
     share: float = 1.0
-    """How much of the median is subtracted."""
+    """Fraction of the median that is subtracted."""
 
 
 @estimator("median_return", keys=MedianKeys)
 def median_return(episodes, keys):
-    """Return each decision's return-to-go, less the median of its group at the same turn."""
+    """Return each decision's return-to-go, minus `share` times the median of its group at the same turn."""
     returns = [discounted_returns(episode.rewards_T, keys.gamma) for episode in episodes]
     advantages = [[] for _ in episodes]
     for members in siblings(episodes).values():

@@ -1,4 +1,4 @@
-"""pulses.py: fixed policies sample in every tenth iteration; the key `window` changes the ten."""
+"""pulses.py: a schedule by which fixed policies sample in every tenth iteration (or `window`-th)."""
 
 from trainer_backend.operator_plugins import schedule
 from turnwise import RolloutAllocationSchedule

@@ -1,4 +1,4 @@
-"""riddles.py: a user who gives a hint for every wrong guess, until the hints are used up."""
+"""riddles.py: a simulated user who gives a hint after each wrong guess, and stops after `most_guesses`."""
 
 from task_app.protocols import BaseInteraction
 

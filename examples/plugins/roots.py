@@ -1,4 +1,4 @@
-"""roots.py: n tokens sampled in a row weigh sqrt(n), between `decision_mean` (1) and `token_mean` (n)."""
+"""roots.py: an answer of n tokens weighs sqrt(n); in `decision_mean` it weighs 1, in `token_mean` n."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""safe.py: a dial to turn and a handle to pull; the safe opens at one number of the dial."""
+"""safe.py: an environment with a dial to turn and a handle that opens the safe at one number of the dial."""
 
 import random
 

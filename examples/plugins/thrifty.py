@@ -1,4 +1,4 @@
-"""thrifty.py: the fewer answers the better; an answer without a guess costs a little."""
+"""thrifty.py: a reward function that favours few answers; an answer without a guess costs 0.1."""
 
 from task_app.reward_functions import EvaluateResult, StepOutput, reward_function
 

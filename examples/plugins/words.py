@@ -1,4 +1,4 @@
-"""words.py: FrozenLake with a wrapper of one's own, as the environment `lake`."""
+"""words.py: the environment `lake`: FrozenLake in a wrapper that writes the position in words."""
 
 import gymnasium
 

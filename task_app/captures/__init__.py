@@ -1,1 +1,1 @@
-"""Captured endpoints: a third-party agent asks its model here, and each call becomes a decision."""
+"""Endpoints that a third-party agent uses as its model; each model call is recorded as a decision."""

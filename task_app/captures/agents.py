@@ -1,9 +1,10 @@
-"""The operator's agents: their commands, and the process that plays one episode.
+"""Agents that the operator declares as commands. Each episode of an agent is one process.
 
     AGENTS = {"guess": Agent(["python", "guess_agent.py"])}
 
-in a plug-ins file gives the environment `agent:guess`. The process gets its task as one JSON object on
-standard input, and its model as OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
+This line in a plug-ins file defines the environment `agent:guess`. The agent's process receives its task as
+one JSON object on standard input. The model's URL and key are in the environment variables OPENAI_BASE_URL,
+OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY.
 """
 
 import json
@@ -33,21 +34,21 @@ GROUND_TRUTH = "ground_truth"
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent in an operator's plug-ins file."""
+    """Declares an agent in an operator's plug-ins file: its command, and how to run the command."""
 
     command: Sequence[str]
     """Program and arguments, without a shell. A path is relative to `folder`."""
     folder: Path | str | None = None
-    """Working directory; None: that of the task app."""
+    """Working directory of the agent; None means the working directory of the task app."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables for the agent. Of the task app's variables it gets only those on a fixed list
-    (`without_keys`), none of which holds a key. PYTHONPATH is not on the list."""
+    """Environment variables for the agent. From the task app's own environment, the agent inherits only the
+    variables on a fixed list (`without_keys`), which contain no API keys. PYTHONPATH is not on the list."""
     exit_codes: tuple[int, ...] = (0,)
-    """Exit codes of a finished episode; any other code fails the rollout."""
+    """Exit codes that mean that the episode has finished; any other exit code fails the rollout."""
     models: tuple[str, ...] = ()
-    """Model names that the agent may request; empty allows any name. The policy always answers."""
+    """Model names that the agent may request; if empty, any name. The policy answers under every name."""
     sees_ground_truth: bool = False
-    """Whether the agent's task contains the row's ground truth, from which it can compute a reward."""
+    """Whether the agent's task contains the ground truth, from which the agent can compute a reward."""
 
     def __post_init__(self) -> None:
         if isinstance(self.command, str) or not self.command:
@@ -58,7 +59,7 @@ class Agent:
 
     @property
     def program(self) -> str | None:
-        """The path at which the agent's process will find the program; None if there is none."""
+        """The path of the agent's executable, as its process will find it; None if it does not exist."""
         name = self.command[0]
         if self.folder is not None and os.path.dirname(name):
             name = os.path.join(self.folder, name)
@@ -66,13 +67,13 @@ class Agent:
 
 
 class AgentConfig(Body):
-    """The config of an agent's environment: any keys that the agent reads."""
+    """The config of an agent's environment; any keys are allowed, and the agent receives them in its task."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class AgentEnvironment:
-    """An agent as an environment. It cannot be stepped, because the agent calls the policy itself."""
+    """An agent in the form of an environment. `step` always raises: the agent calls the policy itself."""
 
     outcome_definition = OUTCOME
     quick_step = True
@@ -110,7 +111,7 @@ def agent_plugin(name: str, agent: Agent) -> EnvironmentPlugin[AgentConfig]:
 
 
 async def start_agent(agent: Agent, task: Mapping[str, Any], *, url: str, key: str, output: Output) -> Child:
-    """Start an agent's process and send it its task; its model is at the capture's `url` (without /v1)."""
+    """Start an agent's process and send it the task. `url` is the capture's URL, without /v1."""
     model = {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_KEY": key,

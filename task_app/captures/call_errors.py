@@ -1,6 +1,6 @@
-"""ASGI middleware that gives every error below a capture's /v1 the form of OpenAI's or Anthropic's errors.
+"""ASGI middleware that rewrites errors of a capture's model API (/v1) as OpenAI's or Anthropic's errors.
 
-That includes errors before the route: a wrong key, a body that is too large, an unknown route.
+Errors that occur before a route runs are rewritten too: a wrong key, too large a body, an unknown route.
 """
 
 import json
@@ -19,7 +19,7 @@ CLIENT_MISTAKE = 400
 
 
 def split_path(scope: Scope) -> tuple[str, str]:
-    """Return the capture's id and the path after /v1/; both are empty for any other path."""
+    """Return the capture's id and the part after /v1/ of a model call's path; ("", "") for other paths."""
     path = scope.get("path", "")
     if not path.startswith(PATH):
         return "", ""
@@ -28,9 +28,9 @@ def split_path(scope: Scope) -> tuple[str, str]:
 
 
 class CallErrors:
-    """Translates problem+json replies to requests below a capture's /v1.
+    """Middleware that translates problem+json replies to requests below a capture's /v1.
 
-    `find_dialect` finds the dialect by the path after /v1/ or by the headers.
+    `find_dialect` returns the dialect (OpenAI's or Anthropic's) for the path after /v1/ and the headers.
     """
 
     def __init__(self, app: ASGIApp, find_dialect: Callable[[str, Mapping[bytes, bytes]], Dialect]) -> None:
@@ -44,7 +44,7 @@ class CallErrors:
 
 
 class _Translation:
-    """Wraps `send`: collects a problem+json reply, and sends it translated. Other replies pass unchanged."""
+    """Wraps ASGI's `send`: translates problem+json replies, and sends other replies unchanged."""
 
     def __init__(self, dialect: Dialect, send: Send) -> None:
         self._dialect, self._send = dialect, send
@@ -64,7 +64,10 @@ class _Translation:
                 await self._send_translated(self._start, json.loads(self._body))
 
     async def _send_translated(self, start: Message, problem: Mapping[str, Any]) -> None:
-        """Send the problem in the dialect; 409 and 422 become 400, which no library retries."""
+        """Send the problem in the dialect's form.
+
+        Status 409 and 422 become 400, because client libraries do not retry a 400.
+        """
         is_name = problem["code"] == UnknownName.code
         code = "model_not_found" if is_name else problem["code"]
         status = 404 if is_name else CLIENT_MISTAKE if start["status"] in (409, 422) else start["status"]

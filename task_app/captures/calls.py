@@ -1,4 +1,4 @@
-"""Shared parts of the three dialects (model APIs) of captures: a call, its answer, the reading of a body."""
+"""Shared by the three dialects (model APIs) of captures: calls, answers, and readers of request bodies."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,34 +18,34 @@ Json = dict[str, Any]
 Event = tuple[str | None, Json | str]
 # Values of a response format's `type`.
 _FORMS = ("text", "json_object", "json_schema")
-# Number of JSON levels around a tool's schema in a stored rollout, with a margin.
+# Depth of JSON nesting at which a stored rollout contains a tool's schema, plus a margin.
 _ABOVE_SCHEMA = 11
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A model call of an agent, independent of its dialect."""
+    """A model call of an agent, in a form that is independent of the dialect of the request."""
 
     model: str
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
     max_tokens: int | None = None
-    """The agent's own limit, in addition to the policy's."""
+    """The agent's limit of tokens in the answer; the policy's own limit applies too."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer."""
     stream: bool = False
     include_usage: bool = False
     ignored: tuple[str, ...] = ()
-    """Settings of the call that have no effect, because the policy's own apply."""
+    """Settings of the call that have no effect, because the policy uses its own settings."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings in the form of Chat Completions: `tool_choice` if a call is required,
-    `response_format`, `parallel_tool_calls`. A policy may follow them (`protocols.FollowsOptions`)."""
+    """Settings that only some policies follow (`protocols.FollowsOptions`), in the form of Chat Completions:
+    `tool_choice` (only "required"), `response_format` and `parallel_tool_calls` (only false)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     call_id: str
-    """The capture's id and the turn, joined; each dialect adds its prefix."""
+    """The capture's id and the turn, joined by a hyphen. Each dialect adds its own prefix."""
     turn: int
     """Number of the decision, from 1."""
     created: int
@@ -58,13 +58,16 @@ class Answer:
     prompt_tokens: int
     completion_tokens: int
     ignored: tuple[str, ...] = ()
-    """Settings of the call without effect."""
+    """Settings of the call that had no effect."""
     dropped: tuple[str, ...] = ()
-    """The `Call.options` that the policy does not follow; they are in `ignored` too."""
+    """Names of the `Call.options` that were not followed. `ignored` contains these names too."""
 
 
 class Dialect(Protocol):
-    """The form of requests and replies of one API. `read` raises InvalidRequest for unsupported features."""
+    """Reads the requests and makes the replies of one model API.
+
+    `read` raises InvalidRequest if the body requests an unsupported feature.
+    """
 
     def read(self, body: Json) -> Call: ...
 
@@ -79,16 +82,16 @@ class Dialect(Protocol):
 
 @dataclass(slots=True)
 class Keys:
-    """Reads the keys of a request's body; every key is read, refused or reported as ignored.
+    """Reads a request's body key by key, and reports every key that no method has read as ignored.
 
-    A key that is null counts as absent.
+    A key whose value is null counts as absent.
     """
 
     body: Json
     ignored: list[str] = field(default_factory=list)
-    """Keys without effect among those read so far."""
+    """Names of the keys that have been read so far and have no effect."""
     options: Json = field(default_factory=dict)
-    """`Call.options`, from the keys read so far."""
+    """The `Call.options` found in the keys that have been read so far."""
     _read: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -108,14 +111,17 @@ class Keys:
         self._read.update(names)
 
     def refuse(self, name: str, allowed: Sequence[Any], hint: str) -> None:
-        """Raise InvalidRequest if the key is there with a value that is not `allowed`."""
+        """Raise InvalidRequest if the body has the key `name` with a value that is not in `allowed`."""
         self._read.add(name)
         value = self.body.get(name)
         if name in self.body and not is_among(value, allowed):
             raise refusal_at(name, f"= {clipped(repr(value))} is not offered here", hint=hint)
 
     def tools(self, read: Callable[["Item"], ToolSpec]) -> tuple[ToolSpec, ...]:
-        """Return the tools that `tool_choice` allows; if it requires a call, store that in `options`."""
+        """Return the tools that `tool_choice` allows.
+
+        Store in `options` that a call is required, or that parallel calls are forbidden, if the body says so.
+        """
         specs = [read(item) for item in objects(self.take("tools", list, []), "tools")]
         value = self.take("tool_choice", (str, dict), "auto")
         try:
@@ -133,7 +139,8 @@ class Keys:
     def form(self, value: Any, where: str) -> None:
         """Store the requested response format in `options`, unless it is plain text.
 
-        In Chat Completions, `value` holds the schema's keys in `json_schema`; in other dialects, directly.
+        In Chat Completions, the schema and its name are inside `value["json_schema"]`; in the other dialects,
+        they are keys of `value` itself.
         """
         kind = value.get("type") if isinstance(value, dict) else value
         if kind in (None, "text"):
@@ -146,7 +153,10 @@ class Keys:
         self.options[RESPONSE_FORMAT] = value
 
     def form_in(self, name: str) -> None:
-        """Store the response format that a key has in `format`; report its other settings as ignored."""
+        """Store the response format found in the body at `name`.`format`.
+
+        All other settings inside `name` are reported as ignored.
+        """
         part = self.take(name, dict, {})
         self.form(part.get("format"), f"{name}.format")
         self.ignored += [f"{name}.{clipped(other)}" for other in part if other != "format"]
@@ -169,13 +179,19 @@ class Keys:
         return tuple(filter(None, texts))
 
     def rest(self) -> tuple[str, ...]:
-        """Return all keys without effect."""
+        """Return the names of all settings without effect: `ignored`, and the keys that were never read.
+
+        Unread keys whose value is an empty list or object are left out.
+        """
         full = [name for name, value in self.body.items() if value not in ([], {})]
         unread = [clipped(name) for name in full if name not in self._read]
         return tuple(dict.fromkeys([*self.ignored, *unread]))
 
     def call(self, messages: Iterable[Message], read_tool: Callable[["Item"], ToolSpec], **own: Any) -> Call:
-        """Make the call from the keys that dialects share and from `own` fields. Call this last."""
+        """Build the Call: read the keys that all dialects share, and take the other fields from `own`.
+
+        This must be the last call on this object, because all keys still unread are reported as ignored.
+        """
         return Call(
             model=self.take("model", str, ""),
             messages=tuple(messages),
@@ -194,13 +210,13 @@ class Keys:
 
 
 def refusal_at(where: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
-    """Make the error for a place in the body; the sentence begins with the place."""
+    """Make an error about the part of a body at the path `where`, with which the error's text begins."""
     return InvalidRequest(f"{where} {fault}", where=where, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An object in a body, with its place, such as `messages.3`."""
+    """A JSON object inside a body, and its path in the body, such as `messages.3`."""
 
     value: Json
     where: str
@@ -209,46 +225,49 @@ class Item:
         return self.value.get(name, default)
 
     def refusal(self, name: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
-        """Make the error for the value of a key."""
+        """Make an error about the value of the key `name`."""
         return refusal_at(f"{self.where}.{name}", fault, hint=hint)
 
     def part(self, name: str, kind: type, needed: str) -> Any:
-        """Return the value of a key, which must be of this kind; `needed` names the kind in the error."""
+        """Return a key's value. Raise InvalidRequest, which names `needed`, if its type is not `kind`."""
         if not isinstance(self.get(name), kind):
             fault = f"{self.where}.{say_needed(self.value, name, needed)}"
             raise InvalidRequest(fault, where=f"{self.where}.{name}")
         return self.value[name]
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return the text of a key, which is required if there is no default."""
+        """Return the text at a key. Without a default, the key is required."""
         if name not in self.value and default is not None:
             return default
         text: str = self.part(name, str, "a text")
         return text
 
     def role(self, roles: Mapping[str, str]) -> str:
-        """Return the role of a message under the name that policies use."""
+        """Return the message's role; `roles` maps the dialect's names of roles to the names for policies."""
         role = self.get("role")
         if not isinstance(role, str) or role not in roles:
             raise self.refusal("role", f"is {clipped(repr(role))}; known: {', '.join(roles)}")
         return roles[role]
 
     def part_text(self, kinds: Iterable[str]) -> str:
-        """Return the text of a content part, which must be of one of these kinds."""
+        """Return the text of this content part, whose `type` must be one of `kinds`."""
         kind = self.get("type")
         if not isinstance(kind, str) or kind not in kinds:
             fault = f"is {clipped(repr(kind))}; the policy reads text alone"
             raise self.refusal("type", fault, hint="images, sound and files are not offered here")
-        # In Chat Completions the text of a refusal has the key `refusal`.
+        # In Chat Completions, a part of type `refusal` has its text under the key `refusal`.
         return self.text("refusal" if kind == "refusal" else "text")
 
     def content(self, name: str, kinds: Iterable[str]) -> str:
-        """Return the text of the content under a key; see `parts_text`."""
+        """Return the text of the message content under the key `name`, as `parts_text` does."""
         return parts_text(self.get(name), kinds, where=f"{self.where}.{name}")
 
 
 def parts_text(content: Any, kinds: Iterable[str], *, where: str) -> str:
-    """Return the text of a content, which is absent, a text, or a list of parts of these kinds."""
+    """Return a message's content as one text.
+
+    `content` is None, a text, or a list of content parts, each of which has a `type` from `kinds`.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -275,7 +294,7 @@ def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
 
 
 def tool_spec(function: Item, schema_key: str) -> ToolSpec:
-    """Convert a tool to OpenAI's form; `schema_key` is the dialect's key for the arguments' schema."""
+    """Convert a tool to OpenAI's form; `schema_key` is the dialect's key for the schema of arguments."""
     schema = function.part(schema_key, dict, "a JSON Schema") if schema_key in function.value else {}
     try:
         read_json(b"[" * _ABOVE_SCHEMA + to_json(schema) + b"]" * _ABOVE_SCHEMA, keeps_nul=True)
@@ -288,7 +307,7 @@ def tool_spec(function: Item, schema_key: str) -> ToolSpec:
 
 
 def append_calls(messages: list[Message], calls: Sequence[ToolCall], text: str = "") -> None:
-    """Append text and calls to the last message if the assistant wrote it; otherwise add such a message."""
+    """Add text and tool calls to the last message if its role is assistant, else append a new message."""
     last = messages[-1] if messages and messages[-1].role == "assistant" else None
     if last is None:
         messages.append(Message(role="assistant", content=text, tool_calls=tuple(calls) or None))
@@ -298,9 +317,9 @@ def append_calls(messages: list[Message], calls: Sequence[ToolCall], text: str =
 
 
 def arguments_object(call: ToolCall) -> Json:
-    """Return a call's arguments as an object, for a dialect that has no text form.
+    """Return a tool call's arguments as an object, for dialects in which arguments are not a text.
 
-    Text that is not a JSON object, or has a number that no body may have (such as NaN), becomes
+    If the text is not a JSON object, or contains a number that JSON does not allow (such as NaN), return
     `{"arguments": text}`.
     """
     try:

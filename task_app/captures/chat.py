@@ -13,7 +13,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class ChatCompletions:
-    """POST .../v1/chat/completions."""
+    """Reads and answers POST .../v1/chat/completions."""
 
     def read(self, body: Json) -> Call:
         keys = Keys(body)

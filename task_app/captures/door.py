@@ -1,4 +1,4 @@
-"""The open captures of a service by id, and the check of the keys with which requests reach them."""
+"""Stores the open captures of a service by id, and checks the keys of requests to captures."""
 
 import hmac
 from collections.abc import Collection
@@ -15,12 +15,12 @@ from task_app.held import Held
 from task_app.sessions.registry import Sessions
 
 PATH = "/captures/"
-# Below a capture's own path, the paths of model calls begin with this. Model calls always need a key.
+# Paths of model calls are /captures/{capture_id} followed by this prefix. Model calls always need a key.
 V1 = "/v1/"
 
 
 class Captures:
-    """The open captures of a service; `held` counts the bytes of captures and rollouts."""
+    """Opens, finds and removes a service's captures; `held` counts the bytes of captures and rollouts."""
 
     def __init__(self, *, capacity: int, idle_s: float, held: Held, rejects_form: bool = False) -> None:
         self.held, self._rejects_form = held, rejects_form
@@ -31,15 +31,18 @@ class Captures:
             end_path="/captures/{capture_id}/end",
             on_remove=self._release,
         )
-        # Host and port to which the last rollout was posted; agents on this machine reach the service there.
+        # Host and port to which the last rollout was posted. Agents on this machine use them as well.
         self.address: tuple[str, int | None] | None = None
 
     def open(self, spec: CaptureSpec, *, size: int = 0) -> Capture:
-        """Open a capture. `size`: bytes of its request; 0 for a rollout, whose request is counted already.
+        """Open a capture.
+
+        `size` is the number of bytes of the request. For a rollout it is 0, because the rollout service has
+        counted the request already.
 
         Raises:
-            CapacityReached: there are too many captures or held bytes. Bytes are not checked for a rollout's
-                capture, because the rollout was accepted before.
+            CapacityReached: too many captures are open, or too many bytes are held. Bytes are not checked for
+                the capture of a rollout, because the rollout has been accepted already.
         """
         if spec.max_bytes is not None:
             self.held.check_room()
@@ -49,19 +52,19 @@ class Captures:
         return capture
 
     def _release(self, _: str, capture: Capture) -> None:
-        # A pending call is refused after this end, so it will hold no bytes.
+        # After `end`, a call that is still waiting for the policy is refused, so it adds no more bytes.
         capture.end(StopReason.ENVIRONMENT_DONE)
         capture.hold(-capture.held_bytes)
 
     def find_url(self, capture: Capture) -> str:
-        """Return the URL of a capture on this machine, without /v1."""
+        """Return the URL, without /v1, at which processes on this machine reach the capture."""
         if self.address is None or self.address[1] is None:
             raise InvalidRequest("agents reach this service over TCP, and it was asked over another socket")
         host, port = self.address
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}{capture.capture_id}"
 
     def opens(self, scope: Scope) -> bool:
-        """Return whether the request has the key of the capture in its path."""
+        """Return whether the request presents the key of the capture that its path names."""
         capture = self.sessions.find(scope["path"].removeprefix(PATH).partition("/")[0])
         ours = capture.key.encode() if capture is not None else b""
         keys = presented_keys(scope["headers"])
@@ -69,9 +72,10 @@ class Captures:
 
 
 class CaptureDoor(KeyDoor):
-    """Checks keys as its base class does, and accepts a capture's own key for that capture's paths.
+    """Checks API keys like its base class, and accepts a capture's own key for the paths of that capture.
 
-    Model calls need a key even if the service has none, so that an agent with a wrong key gets an error.
+    Model calls need a key even if the service is configured without keys, so that an agent with a wrong key
+    gets an error.
     """
 
     def __init__(

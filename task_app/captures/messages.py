@@ -26,14 +26,15 @@ _TEXT = ("text",)
 _ROLES = {"assistant": "assistant", "user": "user"}
 _UNSHOWN = ("thinking", "redacted_thinking")
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-# Key of a conversation that the server stores. If it is refused, Anthropic's library sends all messages.
+# Key that names a conversation stored by the server. If the key is refused with `_NO_THREAD`, Anthropic's
+# library sends all messages.
 _THREAD = "thread"
 _NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": []}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class AnthropicMessages:
-    """POST .../v1/messages."""
+    """Reads and answers POST .../v1/messages."""
 
     def read(self, body: Json) -> Call:
         keys = Keys(body)
@@ -45,7 +46,7 @@ class AnthropicMessages:
         keys.skip("metadata", "service_tier")
         keys.refuse(_THREAD, (), "send the whole conversation in each call")
         keys.form_in("output_config")
-        keys.form(keys.take("output_format", dict), "output_format")  # the name in the beta
+        keys.form(keys.take("output_format", dict), "output_format")  # the beta's name
         limit, stop = keys.max_tokens("max_tokens"), keys.stop("stop_sequences")
         return keys.call(messages, _read_tool, max_tokens=limit, stop=stop)
 
@@ -91,7 +92,7 @@ class AnthropicMessages:
 
     def error(self, status: int, code: str, sentence: str, where: str | None) -> Json:
         kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-        # Libraries recognise these words of the API, and retry with a shorter prompt.
+        # Client libraries recognise these words, which are the API's own, and retry with a shorter prompt.
         reason = "prompt is too long" if code == CONTEXT_LENGTH_EXCEEDED else code
         error: Json = {"type": kind, "message": f"{reason}: {sentence}"}
         if where == _THREAD:
@@ -100,7 +101,7 @@ class AnthropicMessages:
 
 
 def _add_message(messages: list[Message], item: Item) -> None:
-    """Append a message; tool results, which are blocks of a user's message, become messages before it."""
+    """Append a message. Tool results inside a user's message become separate messages before it."""
     role, content = item.role(_ROLES), item.get("content")
     if isinstance(content, str):
         messages.append(Message(role=role, content=content))

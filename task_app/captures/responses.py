@@ -1,4 +1,7 @@
-"""The dialect of OpenAI Responses for captures. Nothing is stored, so each call must have its whole input."""
+"""The dialect of OpenAI Responses for captures.
+
+Responses are not stored, so each call must contain the whole conversation.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -24,7 +27,7 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 
 
 class Responses:
-    """POST .../v1/responses."""
+    """Reads and answers POST .../v1/responses."""
 
     def read(self, body: Json) -> Call:
         keys = Keys(body)
@@ -89,7 +92,7 @@ def _read_messages(instructions: str, text_or_items: str | list[Any]) -> tuple[M
 
 
 def _add_item(messages: list[Message], item: Item) -> None:
-    """Append an item; text and calls of one answer become one message."""
+    """Append an input item as a message. Successive items of the assistant become one message."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return

@@ -1,9 +1,10 @@
-"""A capture: the model calls of one agent as the decisions of one episode.
+"""Records the model calls of one agent (a capture) as the decisions of one episode.
 
-A call continues a *branch* if it begins with the messages and the answer of that branch's last call, and no
-other call of the branch is running. Any other call opens a branch: the first call, a call of a sub-agent, one
-after a compaction or with another system prompt. Each branch has its own policy, and so its own conversation
-at our gateway, which keeps its token ids exact. Decisions are recorded in the order of their answers.
+Each conversation of the agent is a *branch*. A call continues a branch if its messages begin with the
+messages and the answer of the branch's last call, and no other call of the branch is running. Any other call
+opens a new branch: for example the first call, a sub-agent's call, or a call after a compaction or with
+another system prompt. Each branch has its own policy object, and therefore its own conversation at our
+gateway, so that its token ids stay exact. Decisions are recorded in the order in which calls are answered.
 """
 
 import asyncio
@@ -59,24 +60,24 @@ OUTCOME = "reward: sum of the rewards that were given to the episode and to its 
 _NOTHING_SEEN = Observation(text="", data={})
 _EFFECT = DecisionEffect(DecisionOutcome(_NOTHING_SEEN, env_rewards=()))
 
-# Most bytes, in a trajectory's JSON, of everything but the decisions, and of one decision's reward.
+# Largest sizes in a trajectory's JSON, in bytes: of everything but the decisions; of one decision's reward.
 _AROUND_BYTES, _REWARD_BYTES = 1_024, 64
 
-# Builds the policy of a branch from the branch's number, which counts from 0.
+# Builds the policy of a branch; the argument is the branch's number, from 0.
 MakePolicy = Callable[[int], AgentPolicy]
 
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A conversation of the agent."""
+    """A conversation of the agent, and the policy that answers its calls."""
 
     policy: AgentPolicy
     keys: tuple[int, ...] = ()
-    """Hashes of the messages of its last call and of the answer."""
+    """Hashes of the messages of the branch's last answered call, and of the answer to that call."""
     token_ids: tuple[int, ...] = ()
-    """Token ids of the last prompt and answer, if the policy returns them."""
+    """Token ids of the branch's last prompt and answer; empty if the policy returns no token ids."""
     size: int = 0
-    """Bytes of its messages."""
+    """Size of the conversation's messages as JSON, in bytes."""
     is_busy: bool = True
 
 
@@ -85,7 +86,7 @@ class CaptureSpec:
     """The settings of a new capture."""
 
     env_name: str
-    """Name of the environment in the trajectory."""
+    """Name of the environment that the trajectory reports."""
     make_policy: MakePolicy
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     seed: int = 0
@@ -94,15 +95,15 @@ class CaptureSpec:
     state_keys: EpisodeStateKeys = field(default_factory=lambda: EpisodeStateKeys({}))
     spans: Spans = field(default_factory=Spans)
     max_bytes: int | None = None
-    """Size limit of the trajectory; if set, calls are also refused while the service can hold no more bytes.
-    None for a rollout's capture, because the rollout was accepted already."""
+    """Size limit of the trajectory. If set, calls are also refused while the service can hold no more bytes.
+    None for the capture of a rollout, which has been accepted already and must be able to finish."""
 
 
 class Capture:
-    """One captured episode.
+    """Answers the model calls of one agent from the policy, and records them as one episode.
 
-    `held` counts the bytes that the capture holds. If `rejects_form` is true, the capture refuses a call
-    whose `response_format` the policy does not follow.
+    `held` counts the bytes of all captures and rollouts of the service. If `rejects_form` is true, a call
+    whose `response_format` the policy does not follow is refused; otherwise that setting is ignored.
     """
 
     def __init__(self, spec: CaptureSpec, held: Held, *, rejects_form: bool = False) -> None:
@@ -111,7 +112,7 @@ class Capture:
         self.lock = SessionLock()
         self.capture_id = ""
         self.failure: TaskAppError | None = None
-        # The last error about a prompt that is too long, which does not fail the capture.
+        # The last error about a prompt that was too long. Such an error does not fail the capture.
         self.too_long: ContextLengthExceeded | None = None
         self.over = asyncio.Event()
         self.stop_reason: StopReason | None = None
@@ -122,12 +123,12 @@ class Capture:
         self._model = self._policy_name = ""
         self._branches: list[Branch] = []
         self._running = 0
-        # The policy's tool calls, under the keys that `_call_key` makes.
+        # All tool calls of the policy; `_call_key` makes the keys of this table.
         self._calls: dict[tuple[str, str, str], ToolCall] = {}
         self._call_ids: set[str] = set()
         self._tools: dict[str, ToolSpec] = {}
         self._ignored: dict[str, None] = {}
-        # The limit that refused the last call; None if it was answered.
+        # The limit because of which the last call was refused; None if the last call was answered.
         self.refused: StopReason | None = None
         self._rewards: dict[int, float] = {}
         self._episode_reward: float | None = None
@@ -142,7 +143,7 @@ class Capture:
         return self._spec.models or ("policy",)
 
     async def call(self, call: Call) -> Answer:
-        """Let the policy answer a call, and record the decision.
+        """Let the policy answer a model call, and record the answer as a decision.
 
         Raises:
             EpisodeOver: the capture has ended, or its decisions, time or bytes are used up.
@@ -150,8 +151,8 @@ class Capture:
             ContextLengthExceeded: the prompt is too long; the agent may continue with a shorter one.
             PromptRefused: the model's server refuses the prompt; the agent may continue with another one.
             UnknownName: the agent may not request this model.
-            InvalidRequest: the policy does not follow the call's response_format (`rejects_form`).
-            EpisodeFailed: the policy could not be called, which fails the capture.
+            InvalidRequest: `rejects_form` is true, and the policy does not follow the call's response_format.
+            EpisodeFailed: the policy could not be called. This error also fails the capture.
         """
         self._refuse(call)
         if self._calls:
@@ -164,14 +165,14 @@ class Capture:
             if dropped := self._options_without_effect(branch.policy, call):
                 call = replace(call, ignored=(*call.ignored, *dropped))
             choice, action = await self._ask(branch, call)
-            if left_out := choice.log_probs.get("ignored"):  # our gateway ignored these
+            if left_out := choice.log_probs.get("ignored"):  # settings that our gateway did not apply
                 call, dropped = replace(call, ignored=(*call.ignored, *left_out)), (*dropped, *left_out)
             with boundary("the record of a call"):
                 answer = self._record(branch, call, keys, choice, action, time.monotonic() - start_s)
             return replace(answer, dropped=dropped) if dropped else answer
         except BaseException as exc:
-            # The gateway may have stored an answer that did not arrive. So the next call uses a new policy,
-            # which sends all ids again and continues with the next decision's seed.
+            # The gateway may have stored an answer that did not arrive here. Therefore the branch's next call
+            # uses a new policy object, which sends all token ids again and continues the sequence of seeds.
             policy, before = self._spec.make_policy(self._branches.index(branch)), branch.policy
             if isinstance(policy, RestorablePolicy) and isinstance(before, RestorablePolicy):
                 policy.restore(before.snapshot())
@@ -184,11 +185,11 @@ class Capture:
             branch.is_busy = False
 
     async def count_tokens(self, call: Call) -> int:
-        """Count the tokens of a call's prompt; no decision is made.
+        """Return the number of tokens of a call's prompt, without recording a decision.
 
         Raises:
             InvalidRequest: the policy cannot count tokens.
-            UnknownName, EpisodeOver, EpisodeFailed: as in `call`, but none of them fails the capture.
+            UnknownName, EpisodeOver, EpisodeFailed: as in `call`, but the capture does not fail.
         """
         self._refuse_after_end()
         self.refuse_model(call.model)
@@ -199,10 +200,12 @@ class Capture:
         return await policy.count_tokens(call.messages, tools)
 
     def reward(self, value: float, *, turn: int | None = None, response_id: str | None = None) -> int | None:
-        """Reward the call that `turn` or `response_id` names, and return its turn; else reward the episode.
+        """Store a reward for the call that `turn` or `response_id` names, and return the call's turn.
+
+        If neither is given, store the reward for the whole episode, and return None.
 
         Raises:
-            UnknownId: there is no such call.
+            UnknownId: `turn` or `response_id` names no answered call.
             RewardConflict: the call or the episode has a reward already.
             InvalidRequest: the sum of the rewards would not be finite.
             EpisodeOver: the capture has ended.
@@ -232,7 +235,7 @@ class Capture:
         return turn
 
     def end(self, reason: StopReason) -> None:
-        """End the capture: later calls and rewards are refused. A second end changes nothing."""
+        """End the capture, so that later calls and rewards are refused; no effect if it is over already."""
         if self.stop_reason is None and self.failure is None:
             self.stop_reason = reason
             self._wall_s = time.monotonic() - self._start_s
@@ -244,12 +247,12 @@ class Capture:
             self.over.set()
 
     def hold(self, size: int) -> None:
-        """Count `size` more bytes of JSON that the capture holds."""
+        """Add `size` bytes of JSON to the counts of this capture and of the service."""
         self.held_bytes += size
         self._held.total += size
 
     def trajectory(self) -> Trajectory:
-        """Return the ended episode, which must have a decision."""
+        """Return the episode. The capture must have ended, with at least one decision."""
         reason = self.stop_reason
         assert reason is not None and self.steps, "it has ended, and made a call"
         steps = [_add_reward(step, self._rewards.get(step.turn)) for step in self.steps]
@@ -295,20 +298,26 @@ class Capture:
             self._held.check_room()
 
     def _restore_calls(self, message: Message) -> Message:
-        """Replace a message's calls by the policy's original ones, because clients may reformat arguments."""
+        """Replace the tool calls of a message by the policy's original tool calls.
+
+        Clients may reformat the JSON text of the arguments, which would change hashes and token ids.
+        """
         calls = tuple(self._calls.get(_call_key(call), call) for call in message.tool_calls or ())
         is_same = calls == (message.tool_calls or ())
         return message if is_same else message.model_copy(update={"tool_calls": calls})
 
     def _make_id_unique(self, call: ToolCall, turn: int) -> ToolCall:
-        """Give the call a new id if an earlier call has the same, since agents identify calls by their id."""
+        """Give the tool call a new id if an earlier one has the same id, because agents find calls by id."""
         while call.id in self._call_ids:
             call = call.model_copy(update={"id": f"{call.id}_{turn}"})
         self._call_ids.add(call.id)
         return call
 
     def _find_branch(self, keys: tuple[int, ...]) -> Branch:
-        """Return the longest idle branch that a call with these hashes continues, or a new branch."""
+        """Return the branch that a call continues, or a new one; `keys` are hashes of the call's messages.
+
+        If the call continues several idle branches, the longest of them is returned.
+        """
         candidates = [
             branch
             for branch in self._branches
@@ -323,7 +332,7 @@ class Capture:
         return branch
 
     def _options_without_effect(self, policy: AgentPolicy, call: Call) -> tuple[str, ...]:
-        if not call.options:  # most calls have none, and the isinstance check of a protocol is slow
+        if not call.options:  # return early for most calls, because isinstance with a protocol is slow
             return ()
         followed = policy.call_options if isinstance(policy, FollowsOptions) else frozenset()
         dropped = sorted(call.options.keys() - followed)
@@ -344,7 +353,7 @@ class Capture:
         try:
             with self._spec.spans.decision(branch.policy, None, conversation=self.capture_id) as notes:
                 reply = await ask(branch.policy, observation, tools, timeout_s=rest_s)
-                # If several calls wait, the one that is answered first is the next decision.
+                # The turn is known only now: of several waiting calls, the first to be answered is the next.
                 notes.answer(reply, turn=len(self.steps) + 1)
         except ContextLengthExceeded as exc:
             self.refused, self.too_long = StopReason.CONTEXT_LENGTH, exc
@@ -423,7 +432,10 @@ class Capture:
         )
 
     def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:
-        """Count the bytes of a decision and its `others`: new tools, ignored settings. Raises EpisodeOver."""
+        """Count the bytes of a decision, and of `others`: tools and ignored settings that are new with it.
+
+        Raise EpisodeOver if the trajectory would exceed the limit `max_bytes`.
+        """
         size = len(to_json([step, *others]))
         total, most = self._trajectory_bytes + size + _REWARD_BYTES, self._spec.max_bytes
         if most is not None and total > most:
@@ -435,10 +447,11 @@ class Capture:
         self.hold(size)
 
     def _rebase_ids(self, branch: Branch, choice: Choice) -> tuple[Choice, tuple[int, ...]]:
-        """Omit the prompt's token ids that the previous decision also begins with, as the wire requires.
+        """Encode the prompt's token ids relative to the previous decision of the episode.
 
-        The policy omitted those of its branch's last call. Return the changed choice, and all token ids of
-        prompt and answer.
+        The policy returns the prompt without the ids that it shares with the last call of its branch. A
+        trajectory stores the prompt without the ids that it shares with the previous decision, which may
+        belong to another branch. Return the changed choice, and all token ids of prompt and answer.
         """
         tokens = choice.log_probs
         if tokens.get("prompt_token_ids") is None or tokens.get("token_ids") is None:
@@ -459,7 +472,7 @@ def _refuse_second(earlier: float | None, whose: str) -> None:
 
 
 def _hash_message(message: Message) -> int:
-    """Hash the content of a message; the hash is valid in this process only."""
+    """Return a hash of a message, without the ids of its tool calls; it is valid in this process only."""
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
     name = (message.role, message.content or "", message.name, message.tool_call_id)
     return hash((*name, *calls))

@@ -1,4 +1,4 @@
-"""A rollout of an agent: its process plays the episode, and the captured calls are the decisions."""
+"""Runs a rollout of an agent: its process plays the episode, and its model calls are the decisions."""
 
 import asyncio
 from contextlib import suppress
@@ -19,7 +19,7 @@ from task_app.errors import AgentFailed, DeadlineExceeded, EpisodeFailed, Unknow
 
 
 class AgentWorker:
-    """Plays one episode of an agent, as task_app.episode.worker.RLRolloutWorker does for environments."""
+    """Plays one episode of an agent, in place of task_app.episode.worker.RLRolloutWorker."""
 
     def __init__(
         self, request: RolloutRequest, environment: AgentEnvironment, spec: CaptureSpec, captures: Captures
@@ -33,18 +33,21 @@ class AgentWorker:
         return len(self._capture.steps) if self._capture is not None else 0
 
     async def run_episode(self) -> tuple[list[StepData], list[Message], Any]:
-        """Play until the agent ends, or a limit ends it."""
+        """Run the agent until it exits, ends its capture, or reaches a time limit.
+
+        Return the decisions, the messages of all conversations, and the request's ground truth.
+        """
         spec = replace(self._spec, spans=self._spec.spans.here())
         capture = self._capture = self._captures.open(spec)
         try:
-            async with capture.lock:  # a locked capture does not expire
+            async with capture.lock:  # while its lock is held, a capture does not expire
                 await self._play(capture, self._captures.find_url(capture))
         except EpisodeFailed as exc:
             exc.decisions_done = self.decisions_done
             raise
         finally:
-            capture.end(StopReason.DEADLINE)  # no effect if it has ended
-            with suppress(UnknownId):  # a client may have deleted it
+            capture.end(StopReason.DEADLINE)  # has no effect if the capture has ended already
+            with suppress(UnknownId):  # a client may have deleted the capture
                 self._captures.sessions.remove(capture.capture_id, where="capture_id")
         messages = [message for conversation in capture.conversations for message in conversation]
         return list(capture.steps), messages, self._request.ground_truth
@@ -64,7 +67,7 @@ class AgentWorker:
         exit_code: int | None = None
         try:
             with suppress(TimeoutError):
-                # Stop waiting when the capture is over, because it failed or the agent ended it.
+                # Stop waiting when the capture is over, because it failed or because the agent ended it.
                 async with (
                     asyncio.timeout(self._request.limits.timeout_s),
                     racing(child.ended(), capture.over.wait()) as (exit_task, _),
@@ -80,7 +83,7 @@ class AgentWorker:
         self._conclude(capture, exit_code, encodable(output.last_text()))
 
     def _conclude(self, capture: Capture, exit_code: int | None, output: str) -> None:
-        """End the capture with its stop reason, or raise the error that says why there is no episode."""
+        """End the capture with the episode's stop reason, or raise an error if there is no usable episode."""
         name = self._environment.name
         if not capture.steps and capture.too_long is not None:
             raise capture.too_long
@@ -90,7 +93,7 @@ class AgentWorker:
             if not capture.steps:
                 raise AgentFailed(f"{name} ended its capture before it had an answer{_after(output)}")
             return
-        # Ignore the exit code after a limit refused a call, because many agents then end with an exception.
+        # If a limit refused the last call, ignore the exit code: many agents then exit with an exception.
         if capture.refused is None and exit_code not in self._environment.agent.exit_codes:
             raise AgentFailed(f"{name} ended with {name_exit(exit_code)}{_after(output)}")
         if not capture.steps:
@@ -100,7 +103,7 @@ class AgentWorker:
         capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
 
     def _task(self) -> dict[str, Any]:
-        """Make the agent's standard input: seed, rollout_id, config, and ground truth if it may see that."""
+        """Return the agent's task: seed, rollout_id, config, and ground truth if the agent may see it."""
         task = {"seed": self._spec.seed, "rollout_id": self._request.rollout_id, **self._environment.config}
         task.pop(GROUND_TRUTH, None)
         if self._environment.agent.sees_ground_truth:
@@ -110,7 +113,10 @@ class AgentWorker:
 
 
 def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment, *, where: str) -> None:
-    """Refuse parts of a request that have no effect on an agent, which makes its own prompts and state."""
+    """Raise InvalidRequest if the request has parts that cannot affect an agent.
+
+    An interaction or a snapshot has no effect, for example, because an agent makes its own prompts and state.
+    """
     parts = {
         "interaction": request.interaction is not None,
         "multi_turn": request.multi_turn != MultiTurn(),

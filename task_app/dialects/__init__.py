@@ -1,1 +1,1 @@
-"""Protocols of other projects for the same environments; each is a thin layer without state of its own."""
+"""Serves the environments under the APIs of other projects: OpenEnv, Gymnasium, older Crafter task apps."""

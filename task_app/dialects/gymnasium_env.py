@@ -5,7 +5,9 @@
     observation, info = env.reset(seed=17)
     observation, reward, terminated, truncated, info = env.step(["move_right", "do"])
 
-A step is one decision: `reward` is the sum of its env rewards, `info["decision_rewards"]` its achievements.
+A step is one decision. `reward` is the sum of its env rewards. `info["decision_rewards"]` lists its
+achievements, if the environment has achievements.
+
 `reset(seed=17)` starts the same world as POST /env/create with seed 17.
 """
 
@@ -33,15 +35,17 @@ RENDER_SIDE = 288
 
 
 class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
-    """Wraps an `Environment` in gymnasium's API; one episode at a time, not thread-safe.
+    """Wraps an `Environment` in gymnasium's API. It plays one episode at a time and is not thread-safe.
 
     Args:
         environment: the name of an environment of the task app, or an environment of your own.
-        config: of the named environment, as in POST /env/create.
-        render_mode: `ansi` renders the text; `rgb_array` a picture, if the environment draws one.
+        config: the config of the named environment, as in POST /env/create.
+        render_mode: `ansi` makes `render` return the observation's text. `rgb_array` makes `render` return a
+            picture, which requires an environment that draws pictures.
 
     Raises:
         UnknownName, InvalidRequest: the environment is unknown, or its config is wrong.
+        ValueError: render_mode is `rgb_array`, and the environment draws no pictures.
     """
 
     metadata = {"render_modes": ["ansi", "rgb_array"], "render_fps": 4}  # noqa: RUF012  # gymnasium's own form
@@ -67,10 +71,10 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start the world of `seed`; without a seed, draw the world from the generator of the last seed.
+        """Start the world of `seed`. Without a seed, draw one from the generator that the last seed set up.
 
         Raises:
-            ValueError: the seed is outside [0, 2**31 - 1), or there are options.
+            ValueError: the seed is outside [0, 2**31 - 1), or `options` is not empty.
         """
         if options:
             raise ValueError(f"unknown reset options {sorted(options)}; give the config to gymnasium.make")
@@ -86,7 +90,7 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
 
         Raises:
             ValueError: the action cannot be read.
-            EpisodeOver: the episode has ended, or was not started.
+            EpisodeOver: the episode has ended, or none was started.
         """
         before = self._observation
         outcome = self._environment.step(self._decisions.requests(action))
@@ -140,7 +144,10 @@ _LONGEST_SAMPLE = 4
 
 
 class _Loose(gymnasium.Space[Any]):
-    """A space without shape or array form; equality, which vector environments check, compares `_key`."""
+    """Base of spaces that have no shape and no array form.
+
+    Two spaces are equal if their `_key` is equal. Vector environments check that spaces are equal.
+    """
 
     @property
     def is_np_flattenable(self) -> bool:
@@ -157,7 +164,7 @@ class _Loose(gymnasium.Space[Any]):
 
 
 class TextSpace(_Loose):
-    """Any text; gymnasium's own Text limits length and alphabet."""
+    """The space of all texts; gymnasium's own Text limits length and alphabet."""
 
     def contains(self, x: Any) -> bool:
         return isinstance(x, str)
@@ -167,7 +174,7 @@ class TextSpace(_Loose):
 
 
 class JsonSpace(_Loose):
-    """An object of plain JSON values, whose keys the environment defines."""
+    """The space of all objects of JSON values. The environment defines the keys."""
 
     def contains(self, x: Any) -> bool:
         try:
@@ -180,10 +187,10 @@ class JsonSpace(_Loose):
 
 
 class DecisionSpace(_Loose):
-    """One decision: a tool call `{"name", "arguments"}`, a list of calls, or a list of action names.
+    """The space of decisions: one tool call `{"name", "arguments"}`, a list of calls, or a list of names.
 
-    The space contains every action that can be read; the environment may still refuse one, and then executes
-    a no-op (DESIGN.md 4.4).
+    Names are names of actions. The space contains every action that can be read. The environment may still
+    refuse such an action, and then executes a no-op (DESIGN.md 4.4).
     """
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
@@ -207,7 +214,7 @@ class DecisionSpace(_Loose):
         return True
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> dict[str, Any]:
-        """Return a random call that a tool accepts; masks are ignored."""
+        """Return a random call that a tool accepts; `mask` and `probability` are ignored."""
         source = random.Random(int(self.np_random.integers(2**63)))
         name, arguments = random_call(self._specs, source, longest=_LONGEST_SAMPLE)
         return {"name": name, "arguments": arguments}
@@ -216,8 +223,8 @@ class DecisionSpace(_Loose):
         """Return the tool calls of an action.
 
         Raises:
-            ValueError: the action holds neither calls nor names, or holds names and no tool takes just a
-            list.
+            ValueError: the action consists neither of calls nor of names, or it consists of names and the
+                environment has several tools or a tool with other arguments than one list.
         """
         if isinstance(action, Mapping):
             return requests_from_wire([action])

@@ -1,8 +1,8 @@
 """OpenEnv over HTTP: /openenv/{env_name}/reset, /step, /state, /schema, /metadata, /health.
 
-OpenEnv's own /reset and /step have no session: each request gets a new environment, so steps are useless.
-Here /reset returns `metadata.session_id`, which /step and /state accept. OpenEnv's clients use the socket
-(`openenv_socket.py`), which is a session itself.
+In OpenEnv's own server, each HTTP request to /reset and /step gets a new environment, so that a step cannot
+continue an episode. Here, /reset returns `metadata.session_id`, which /step and /state accept. OpenEnv's
+clients use a WebSocket instead (`openenv_socket.py`); each socket has its own session.
 """
 
 from typing import Annotated, Any
@@ -39,7 +39,7 @@ class HttpStep(ForeignBody):
 
 
 class OpenEnvSchemas(Reply):
-    """JSON Schemas of an environment's messages."""
+    """JSON Schemas of an environment's actions, observations and state."""
 
     action: dict[str, Any]
     observation: dict[str, Any]
@@ -77,7 +77,7 @@ async def reset_openenv(
     env_name: Name,
     body: Annotated[HttpReset, NULL_IS_EMPTY, Body(default_factory=HttpReset)],
 ) -> Response:
-    """Start an episode in a new session, or in the session `session_id`."""
+    """Start an episode in the session `session_id`; in a new session if there is no id, or a `config`."""
     services = get_services(request)
     if body.session_id is None or body.config is not None:
         session = await OpenEnvSession.start(services, env_name, body)
@@ -89,7 +89,11 @@ async def reset_openenv(
 
 @router.post("/step", response_model=OpenEnvReply)
 async def step_openenv(request: Request, env_name: Name, body: HttpStep) -> Response:
-    """Execute one decision; `metadata.ignored` lists `timeout_s`, because a step cannot be interrupted."""
+    """Execute one decision.
+
+    `metadata.ignored` lists the unknown keys of the body. `timeout_s` is among them, because a step cannot be
+    interrupted.
+    """
     session = OpenEnvSession.of(get_services(request), env_name, body.session_id)
     ignored = sorted((body.model_extra or {}).keys() - STEP_KEYS)
     return ReplyJSON(await session.step(body.action, where="action", ignored=ignored))
@@ -99,7 +103,7 @@ async def step_openenv(request: Request, env_name: Name, body: HttpStep) -> Resp
 async def show_openenv_state(
     request: Request, env_name: Name, session_id: Annotated[EnvId | None, Query()] = None
 ) -> Response:
-    """Return the episode and its number of steps (decisions); null and 0 without a session."""
+    """Return the episode's id and its number of decisions; null and 0 if no `session_id` is given."""
     if session_id is None:
         return ReplyJSON(NO_EPISODE)
     return ReplyJSON(OpenEnvSession.of(get_services(request), env_name, session_id).state())
@@ -107,7 +111,7 @@ async def show_openenv_state(
 
 @router.get("/schema", response_model=OpenEnvSchemas)
 async def show_openenv_schema(request: Request, env_name: Name) -> Response:
-    """Return JSON Schemas of `action`, `observation`, `reset_observation` and `state`."""
+    """Return JSON Schemas of the environment's actions, observations and state."""
     environment = get_services(request).boards.environment(env_name, {}, where="")
     return ReplyJSON(schemas(await get_services(request).fetch_tools(environment)))
 
@@ -126,7 +130,7 @@ async def show_openenv_metadata(request: Request, env_name: Name) -> OpenEnvMeta
 
 @router.get("/openapi.json", response_model=OpenApiDocument)
 async def show_openenv_document(request: Request, env_name: Name) -> Response:
-    """Describe these routes like a server with only this environment (`openenv validate`)."""
+    """Return an OpenAPI document as of a server that has only this environment (for `openenv validate`)."""
     get_services(request).boards.environment(env_name, {}, where="")
     url = str(request.url).removesuffix("/openapi.json")
     return ReplyJSON(document(request.app.openapi(), prefix=router.prefix, url=url))

@@ -1,8 +1,8 @@
 """OpenEnv's MCP interface: JSON-RPC by POST /openenv/{env_name}/mcp, or in a socket's {"type": "mcp"} frames.
 
-OpenEnv's `MCPToolClient` creates a session here, and calls its tools here. For reset and state it joins the
-session by a socket. The methods are `openenv/session/create`, `openenv/session/close`, `tools/list` and
-`tools/call`. A tool call is a decision.
+The methods are `openenv/session/create`, `openenv/session/close`, `tools/list` and `tools/call`. A tool call
+is a decision. OpenEnv's `MCPToolClient` creates a session and calls tools by these methods. To reset the
+session or read its state, the client joins the session with a WebSocket.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _SERVER, _INVALID_REQUEST, _NO_METHOD, _PARAMS, _INTERNAL = -32000, -32600, -326
 
 
 class RpcResult(OpenReply):
-    """The result of a method: the session, the tools, or effects and reward of a tool call."""
+    """The result of a method: a session, a list of tools, or the effects and reward of a tool call."""
 
     session_id: str | None = None
     closed: bool = False
@@ -55,7 +55,7 @@ class RpcFault(OpenReply):
 
 
 class RpcReply(OpenReply):
-    """A JSON-RPC reply with a result or an error."""
+    """A JSON-RPC reply, which contains either a result or an error."""
 
     jsonrpc: str
     id: str | int | float | None
@@ -67,14 +67,18 @@ class RpcReply(OpenReply):
 async def call_openenv_mcp(
     request: Request, env_name: Name, message: Annotated[dict[str, Any], Body()]
 ) -> Response:
-    """Answer one JSON-RPC request; errors are JSON-RPC errors with status 200."""
+    """Answer one JSON-RPC request. An error is reported inside a reply with status 200, as in JSON-RPC."""
     return ReplyJSON(await rpc(get_services(request), env_name, message, session=None))
 
 
 async def rpc(
     services: Services, env_name: str, message: Mapping[str, Any], *, session: OpenEnvSession | None
 ) -> dict[str, Any]:
-    """Answer a request, in the socket's `session` or else in the session `params.session_id`."""
+    """Return the JSON-RPC reply to a request.
+
+    `session` is the socket's session. If it is None, `openenv/session/create` opens a session, and the other
+    methods use the session that `params.session_id` names.
+    """
     call_id = message.get("id")
     is_id = call_id is None or type(call_id) in (str, int, float)
     answer: dict[str, Any] = {"jsonrpc": "2.0", "id": call_id if is_id else None}
@@ -110,7 +114,7 @@ async def _call_method(
         return {"tools": tools_json(await services.fetch_tools(target.session.environment))}
     call = {"tool_name": params.get("name"), "arguments": params.get("arguments", {})}
     step = await target.step({"type": "call_tool", **call}, where="params", ignored=[])
-    # A CallToolObservation, without our `data`, which the client would read as the tool's result.
+    # This is OpenEnv's CallToolObservation, without `data`, which clients would take for the tool's result.
     observation = step["observation"]
     reply = {name: observation[name] for name in ("tool_name", "result", "text", "achievements_status")}
     return reply | {"error": None} | {name: step[name] for name in ("reward", "done", "metadata")}

@@ -1,4 +1,4 @@
-"""OpenEnv's reset, step and state for our sessions, used by the socket and the HTTP routes."""
+"""OpenEnv's operations (reset, step, state) on our environment sessions, for the socket and HTTP routes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,11 @@ STEP_KEYS = frozenset({"action", "session_id", "request_id"})
 
 @dataclass(slots=True)
 class OpenEnvSession:
-    """An environment session, which is looked up for every message, because it may expire.
+    """Executes OpenEnv's operations on one environment session.
 
-    `session_id` is its `env_id`, so the /env routes can use it too. `episode_id` is the caller's name for the
-    episode, or else the session's id.
+    The session is looked up for every operation, because it may have expired. `session_id` is the `env_id` of
+    the /env routes, which can use the session too. `episode_id` is the client's name for the episode; without
+    such a name, it is the session's id.
     """
 
     services: Services
@@ -46,19 +47,22 @@ class OpenEnvSession:
         return self.services.environments.get(self.session_id, where="session_id")
 
     async def reset(self, body: OpenEnvReset) -> None:
-        """Start a new episode; without a seed, in the same world."""
+        """Start a new episode in the world of the body's seed; without a seed, in the same world again."""
         session = self.session
         await session.reset(session.seed if body.seed is None else body.seed)
         self.episode_id = body.episode_id or self.session_id
 
     def reset_reply(self, *, ignored: list[str]) -> dict[str, Any]:
-        """Make the reply to a reset; `reward` is null, as in OpenEnv."""
+        """Return the reply to a reset. Its `reward` is null, as in OpenEnv."""
         session = self.session
         metadata = {**self._metadata(ignored), "outcome_definition": session.environment.outcome_definition}
         return reply_data(observation_json(session.observation), None, False, metadata)
 
     async def step(self, action: Mapping[str, Any], *, where: str, ignored: list[str]) -> dict[str, Any]:
-        """Execute a decision, or list the tools; the reply to `call_tool` has the tool's name and result."""
+        """Execute a decision, or list the tools, and return the reply.
+
+        The reply to an action of type `call_tool` also contains the tool's name and result.
+        """
         session = self.session
         tools = list_tools(session.environment)
         if action.get("type") == "list_tools":
@@ -75,7 +79,7 @@ class OpenEnvSession:
         return reply_data(observation, step["reward"], step["done"], metadata)
 
     def state(self) -> dict[str, Any]:
-        """Return the state; OpenEnv's `step_count` counts `step` messages: decisions, not env steps."""
+        """Return the episode's state. `step_count` counts decisions, since OpenEnv counts `step` messages."""
         session = self.session
         return {
             "episode_id": self.episode_id,
@@ -86,7 +90,7 @@ class OpenEnvSession:
         }
 
     def end(self) -> None:
-        """Forget the environment, unless it has expired."""
+        """Remove the session, if it has not expired."""
         if self.services.environments.find(self.session_id) is not None:
             self.services.environments.remove(self.session_id, where="session_id")
 
@@ -96,5 +100,5 @@ class OpenEnvSession:
 
 
 def ignored_keys(body: OpenEnvReset) -> list[str]:
-    """List the unknown keys of a reset; OpenEnv's own server ignores them silently."""
+    """Return the unknown keys of a reset, to be listed in the reply; OpenEnv's server ignores such keys."""
     return sorted(body.model_extra or {})

@@ -1,8 +1,10 @@
 """OpenEnv over a WebSocket, as the `openenv` client uses it: /openenv/{env_name}/ws.
 
-A socket is a session: the first `reset` makes its environment, which is removed when the socket closes. With
-`?session_id=` the socket joins an existing session (of /openenv/.../reset or /env/create), which is kept
-when the socket closes. Messages are {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}.
+Each socket has its own session: the first `reset` creates it, and it is removed when the socket closes. With
+`?session_id=` the socket joins an existing session instead (of /openenv/.../reset or /env/create), which is
+kept when the socket closes.
+
+Messages are {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ router = Router(tags=["openenv"])
 log = structlog.get_logger("task_app")
 
 KINDS = ("reset", "step", "state", "mcp", "close")
-# OpenEnv's own error codes; the first class that fits decides.
+# OpenEnv's error codes for our classes of errors; the first class that matches an error decides.
 _CODES: tuple[tuple[type[TaskAppError], str], ...] = (
     (CapacityReached, "CAPACITY_REACHED"),
     (UnknownName, "FACTORY_ERROR"),
@@ -47,7 +49,10 @@ _CODES: tuple[tuple[type[TaskAppError], str], ...] = (
 
 
 class Sockets:
-    """Limits the number of open sockets; a socket has no session, and thus no other limit, before `reset`."""
+    """Limits the number of open sockets.
+
+    The limit of sessions does not suffice, because a socket has no session before its first `reset`.
+    """
 
     def __init__(self, at_most: int) -> None:
         self._at_most = at_most
@@ -65,18 +70,18 @@ class Sockets:
 
 
 class Conversation:
-    """The protocol of one socket: text in, text out."""
+    """Answers the messages of one socket, without the transport."""
 
     def __init__(self, services: Services, env_name: str, session_id: str | None) -> None:
         self._services = services
         self._env_name = env_name
         self._is_joined = session_id is not None
-        # Reports an unknown name before the first reset.
+        # Built only to raise UnknownName before the first reset.
         services.boards.environment(env_name, {}, where="")
         self._session = OpenEnvSession.of(services, env_name, session_id) if session_id is not None else None
 
     async def answer(self, text: str) -> str | None:
-        """Return the reply to a message; None closes the socket."""
+        """Return the text that replies to a message; None if the socket must be closed."""
         try:
             kind, data = _read_message(text, self._services.settings.max_body_bytes)
             if kind == "close":
@@ -109,14 +114,14 @@ class Conversation:
         return self._session.reset_reply(ignored=ignored_keys(body))
 
     def end(self) -> None:
-        """Remove the socket's environment, unless the socket joined an existing session."""
+        """Remove the socket's session, unless the socket joined an existing one."""
         if self._session is not None and not self._is_joined:
             self._session.end()
 
 
 @router.websocket("/openenv/{env_name}/ws")
 async def socket(websocket: WebSocket, env_name: str) -> None:
-    """Serve one client until it disconnects, is idle for too long, or its session expires."""
+    """Serve one client until it disconnects, sends `close`, is idle for too long, or its session expires."""
     await websocket.accept()
     services: Services = websocket.app.state.services
     sockets: Sockets = websocket.app.state.openenv_sockets
@@ -171,7 +176,10 @@ def _read_message(text: str, max_bytes: int) -> tuple[str, dict[str, Any]]:
 
 
 def error_frame(error: TaskAppError) -> str:
-    """Make the frame of an error: OpenEnv's `message` and `code`, and our own code and place."""
+    """Return an error as a frame's text.
+
+    The frame contains OpenEnv's `message` and `code`, our own code as `problem`, and the path of the fault.
+    """
     error.release_frames()
     detail = encodable(error.detail)
     code = next((code for kind, code in _CODES if isinstance(error, kind)), "EXECUTION_ERROR")

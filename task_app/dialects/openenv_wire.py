@@ -1,11 +1,11 @@
-"""Translates between OpenEnv's messages (openenv 0.10) and our calls, observations and errors. Pure.
+"""Translates between OpenEnv's messages (openenv 0.10) and our calls and observations. Performs no I/O.
 
-An OpenEnv `step` is one decision. Its action is one of
+An OpenEnv `step` is one decision. Its action has one of these forms:
 
-    {"tool_name": "interact_many", "arguments": {...}}   also with "type": "call_tool", as MCP clients send
+    {"tool_name": "interact_many", "arguments": {...}}   one call; MCP clients add "type": "call_tool"
     {"tool_calls": [...]}                                 several calls of one decision, as in POST /env/step
-    {"actions": ["move_left", ...]}                       only the arguments, if there is only one tool
-    {"type": "list_tools"}                                lists the tools; makes no decision
+    {"actions": ["move_left", ...]}                       the arguments alone, if there is only one tool
+    {"type": "list_tools"}                                returns the tools, without a decision
 
 Source: openenv/core/env_server/types.py, serialization.py and http_server.py of openenv 0.10.0.
 """
@@ -28,7 +28,7 @@ _NAMES = ("tool_name", "tool", "name", "function")
 
 
 class OpenEnvReset(ForeignBody):
-    """The body of a reset; the reply's `metadata.ignored` lists its unknown keys."""
+    """The body of a reset. The reply's `metadata.ignored` lists the body's unknown keys."""
 
     seed: Seed | None = Field(default=None, description="by default the last seed; 0 at first")
     episode_id: str | None = Field(default=None, max_length=255)
@@ -36,7 +36,7 @@ class OpenEnvReset(ForeignBody):
 
 
 class OpenEnvTool(Reply):
-    """A tool in MCP's form."""
+    """A tool, described as in MCP."""
 
     name: str
     description: str
@@ -44,7 +44,7 @@ class OpenEnvTool(Reply):
 
 
 class OpenEnvMeta(OpenReply):
-    """Facts about the episode and, except after a reset, its last decision."""
+    """Facts about the episode and its last decision. After a reset, only the episode's fields are set."""
 
     session_id: str
     episode_id: str
@@ -64,7 +64,7 @@ class OpenEnvMeta(OpenReply):
 
 
 class OpenEnvObservation(Reply):
-    """The observation of a policy; after a list_tools action only the tools."""
+    """The observation for the policy. After a list_tools action, it contains only `tools` and `metadata`."""
 
     text: str | None = None
     data: dict[str, Any] = Field(default_factory=dict)
@@ -78,7 +78,7 @@ class OpenEnvObservation(Reply):
 
 
 class OpenEnvReply(Reply):
-    """The reply to a reset or a step; `reward` is null if no decision was made."""
+    """The reply to a reset or a step. `reward` is null if no decision was made."""
 
     observation: OpenEnvObservation
     reward: float | None
@@ -87,7 +87,7 @@ class OpenEnvReply(Reply):
 
 
 class _Seen(OpenEnvObservation, title="Observation"):
-    """An observation in the form of OpenEnv's clients."""
+    """An observation as OpenEnv's clients read it, with `done` and `reward` inside."""
 
     done: bool
     reward: float | None
@@ -98,7 +98,7 @@ class _SeenAfterReset(_Seen):
 
 
 class OpenEnvState(Reply):
-    """The episode; its last three fields are absent before the first reset."""
+    """The state of the episode. The last three fields are absent before the first reset."""
 
     episode_id: str | None
     step_count: int = Field(ge=0, description="decisions: `step` messages that were carried out")
@@ -132,7 +132,7 @@ def _find_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[Ma
 
 
 def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """Convert tools to MCP's form."""
+    """Return the tools as MCP describes tools."""
     return [
         {
             "name": tool.function.name,
@@ -146,13 +146,13 @@ def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
 def reply_data(
     observation: dict[str, Any], reward: float | None, done: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make a reply with its metadata twice, as OpenEnv's server does; typed clients read the inner copy."""
+    """Return a reply that contains `metadata` twice, as in OpenEnv; typed clients read the inner copy."""
     inner = {**observation, "metadata": dict(metadata)}
     return {"observation": inner, "reward": reward, "done": done, "metadata": dict(metadata)}
 
 
 def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
-    """Make the schemas of `action`, `observation` (also for `reset`) and `state`."""
+    """Return the JSON Schemas of `action`, `observation`, `reset_observation` and `state`."""
     return {
         "action": _action_schema(tools),
         "observation": _Seen.model_json_schema(),
@@ -162,9 +162,10 @@ def schemas(tools: Sequence[ToolSpec]) -> dict[str, Any]:
 
 
 def document(whole: Mapping[str, Any], *, prefix: str, url: str) -> dict[str, Any]:
-    """Make the OpenAPI document of one environment, like that of its own OpenEnv server.
+    """Return the OpenAPI document of one environment, as if the environment had its own OpenEnv server.
 
-    It has the paths of the service's document `whole` that begin with `prefix`, which `url` replaces.
+    `whole` is the document of the service. Of its paths, those that begin with `prefix` are kept, without the
+    prefix. The document names `url` as its server.
     """
 
     def drop_env_name(operation: Mapping[str, Any]) -> dict[str, Any]:

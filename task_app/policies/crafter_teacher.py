@@ -1,8 +1,8 @@
-"""The Crafter teacher without memory: its decision is a function of the facts in the compact text.
+"""The rules of the Crafter teacher. `decide` depends only on the facts in the compact text observation.
 
 Equal texts give equal actions, so a model that reads the text can imitate the teacher. The rules are tried in
-order; each returns the actions of one decision, or None. A walk is executed as written (`tree L2 U1` -> left,
-left, up), and then the action follows.
+the order of `RULE_ORDER`; each rule returns the actions of one decision, or None if it does not apply. A rule
+first walks as the text says (`tree L2 U1` -> left, left, up), and then acts on the thing in front.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,12 @@ _LIVES = {"zombie": 5, "skeleton": 3, "cow": 3}
 
 
 def decide(facts: Facts, *, max_actions: int) -> Actions:
-    """Choose the actions of one decision: 1 to `max_actions` names."""
+    """Return the actions of one decision: 1 to `max_actions` names."""
     return purpose(facts, max_actions=max_actions) or explore(facts)[:max_actions]
 
 
 def decide_with_memory(facts: Facts, *, max_actions: int) -> Actions:
-    """Apply the rules to near things, then to all known things, then explore."""
+    """Apply the rules to nearby things, otherwise to all known things; if no rule applies, explore."""
     near = {kind: walk for kind, walk in facts.walks.items() if walk.cells <= NEAR_CELLS}
     actions = purpose(replace(facts, walks=near), max_actions=max_actions)
     return actions or decide(facts, max_actions=max_actions)
@@ -46,7 +46,10 @@ def purpose(facts: Facts, *, max_actions: int) -> Actions | None:
 
 
 def moves(facts: Facts, kind: str) -> Actions | None:
-    """Return the moves after which `kind` is in front; [] if it is already, None if it cannot be reached."""
+    """Return the moves that bring a `kind` in front of the player.
+
+    The result is [] if a `kind` is in front already, and None if none can be reached.
+    """
     if facts.target in PLACES.get(kind, (kind,)):
         return []
     return _walk_actions(facts, facts.walks[kind]) if kind in facts.walks else None
@@ -72,7 +75,10 @@ def _go_and(facts: Facts, kind: str, then: Actions) -> Actions | None:
 
 
 def _gather(facts: Facts, kind: str, count: int) -> Actions | None:
-    """Collect up to two things that vanish when collected: the one in front, then the nearest other one."""
+    """Collect up to `count` things, at most two: the thing in front, then the nearest other one.
+
+    The things must be of a kind that vanishes when it is collected.
+    """
     if count <= 0:
         return None
     if facts.target != kind:
@@ -117,7 +123,7 @@ def drink_or_eat_when_low(facts: Facts, limit: int) -> Actions | None:
 
 
 def craft(facts: Facts, limit: int) -> Actions | None:
-    """Make every missing tool for which materials and places are available."""
+    """Make every missing tool for which the player has the materials and the table or furnace nearby."""
     stock = dict(facts.inventory)
     crafts: Actions = []
     for tool in TOOLS:
@@ -137,7 +143,7 @@ def plant(facts: Facts, limit: int) -> Actions | None:
 
 
 def put_down_a_stone(facts: Facts, limit: int) -> Actions | None:
-    """Place a stone in front, and collect it again."""
+    """Place a stone in front and collect it again, unless `place_stone` is unlocked."""
     if not _todo(facts, "place_stone") or not _count(facts, "stone"):
         return None
     if facts.target in RULES.place["stone"].where:
@@ -146,7 +152,10 @@ def put_down_a_stone(facts: Facts, limit: int) -> Actions | None:
 
 
 def set_up_table(facts: Facts, limit: int) -> Actions | None:
-    """Go to a visible table or place one, if there is material for the next tools."""
+    """Go to a known table; if none is known and the wood suffices, place a table and make the next tools.
+
+    The rule applies only if `_next_tools` returns tools and no table is near.
+    """
     tools = _next_tools(facts)
     if not tools or "table" in facts.near:
         return None
@@ -159,7 +168,12 @@ def set_up_table(facts: Facts, limit: int) -> Actions | None:
 
 
 def _next_tools(facts: Facts) -> list[str]:
-    """Return the missing tools (pickaxe, sword) of the next material, if the player has what they need."""
+    """Return the missing tools (pickaxe, sword) of the first material for which a tool is missing.
+
+    The materials are wood, stone and iron. Return [] if the player has too little stone for the stone tools,
+    or lacks iron, coal or wood for an iron tool. The wood for wooden and stone tools is not checked. Of two
+    missing iron tools, return only the pickaxe.
+    """
     for material in ("wood", "stone", "iron"):
         pair = [tool for tool in (f"{material}_pickaxe", f"{material}_sword") if not _count(facts, tool)]
         if not pair:
@@ -185,7 +199,10 @@ def set_up_furnace(facts: Facts, limit: int) -> Actions | None:
 
 
 def sleep_early(facts: Facts, limit: int) -> Actions | None:
-    """Sleep if energy is low; by day, until `wake_up` is unlocked, already if it is below its maximum."""
+    """Sleep if energy is low and no zombie is known.
+
+    By day, until `wake_up` is unlocked, energy is low below its maximum of 9; otherwise below `LOW`.
+    """
     is_tired = _count(facts, "energy") < (9 if _todo(facts, "wake_up") and not facts.dark else LOW)
     return ["sleep"] * limit if is_tired and "zombie" not in facts.walks else None
 
@@ -206,7 +223,7 @@ def first_cow(facts: Facts, limit: int) -> Actions | None:
 
 
 def hunt(facts: Facts, limit: int) -> Actions | None:
-    """Walk to a creature that was not defeated yet and attack it, if strong enough."""
+    """Attack a zombie or skeleton if none of its kind was defeated yet and health is above `WEAK`."""
     if _count(facts, "health") <= WEAK:
         return None
     for creature in ("zombie", "skeleton"):
@@ -216,7 +233,10 @@ def hunt(facts: Facts, limit: int) -> Actions | None:
 
 
 def wood(facts: Facts, limit: int) -> Actions | None:
-    """Gather wood for wooden tools and a table; then for other tools, and a second table near the iron."""
+    """Gather wood for the missing wooden tools and a table.
+
+    If no wooden tool is missing, gather wood for the other tools and for a second table near the iron.
+    """
     wooden, stony, iron = (
         sum(not _count(facts, f"{material}_{tool}") for tool in ("pickaxe", "sword"))
         for material in ("wood", "stone", "iron")
@@ -235,7 +255,7 @@ def stone(facts: Facts, limit: int) -> Actions | None:
 
 
 def ore(facts: Facts, limit: int) -> Actions | None:
-    """Gather coal, iron and diamonds in view, as far as the pickaxes allow and tools need them."""
+    """Gather a diamond, else iron, else coal, as far as the pickaxes allow and tools need them."""
     goals = (
         ("diamond", "iron_pickaxe", 1),
         ("iron", "stone_pickaxe", 1 + (not _count(facts, "iron_pickaxe"))),
@@ -248,7 +268,7 @@ def ore(facts: Facts, limit: int) -> Actions | None:
 
 
 def explore(facts: Facts) -> Actions:
-    """Walk out of view; if there is no way, clear the cell in front (a tree, a plant) and step there."""
+    """Walk to the edge of the view; if the edge cannot be reached, clear the cell in front and step there."""
     way = moves(facts, "way")
     if way:
         return way

@@ -1,6 +1,7 @@
-"""A teacher for long documents (kinds `needle` and `keeper`): reads chunks, deletes read ones, answers.
+"""A teacher that answers questions about long documents of the kinds `needle` and `keeper`.
 
-It uses only its prompt, so a model can imitate it.
+It reads chunk after chunk, deletes the chunks that it has read, and answers when it has found the fact. Its
+decisions depend only on the prompt, so a model can imitate it.
 """
 
 import json
@@ -20,7 +21,7 @@ from task_app.protocols import PolicyAnswer
 
 Call = tuple[str, dict[str, Any]]
 
-# The teacher's answer if the document has none.
+# The teacher's answer if it finds none in the document.
 UNKNOWN = "unknown"
 _QUESTION = re.compile(r"(?:What|Who) is the (?P<asked>(?:code|keeper) of .+)", re.DOTALL)
 _ANSWER = re.compile(r"(\w++)\.")
@@ -29,7 +30,7 @@ _READ_OUT = "the document is read to its end"
 
 
 class DocumentsTeacherConfig(Body):
-    """Settings of the teacher of documents."""
+    """Settings of `DocumentsTeacher`."""
 
     forgets: float = Field(
         default=0.0, ge=0.0, le=1.0, description="share of turns in which it deletes nothing"
@@ -39,7 +40,10 @@ class DocumentsTeacherConfig(Body):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A tool result in the prompt; its ids are None if messages show none."""
+    """A tool result in the prompt, with the ids of its message and of the message that called the tool.
+
+    The ids are None if the environment shows the model no message ids.
+    """
 
     text: str
     msg_id: int | None = None
@@ -54,13 +58,13 @@ class ToolResult:
 
     @property
     def chunk(self) -> str:
-        """The document's chunk in the result; empty if there is none."""
+        """The document's chunk in the result; empty if the result contains no chunk."""
         match = _CHUNK_HEADING.match(self.text)
         return self.text[match.end() :] if match else ""
 
 
 class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
-    """Deletes results without the answer and reads the next chunk, in one message."""
+    """Calls tools to delete results without the answer and to read the next chunk, both in one message."""
 
     name = "documents_teacher"
     config_type = DocumentsTeacherConfig
@@ -92,9 +96,10 @@ class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
 
 
 def deletable(results: Sequence[ToolResult], fact: str) -> list[int]:
-    """Return the ids of results that hold no part of `fact`, and of the messages with only their calls.
+    """Return the ids of the tool results to delete, and of the messages that contain only their calls.
 
-    The last chunk is kept if the fact may begin at its end.
+    The answer has not been read yet. The last chunk is kept if `fact` may begin at the end of the chunk; all
+    other results are deleted.
     """
     chunks = [result for result in results if result.chunk]
     words = re.split(r"[.\n]", chunks[-1].chunk)[-1].strip() if chunks else ""
@@ -107,9 +112,9 @@ def deletable(results: Sequence[ToolResult], fact: str) -> list[int]:
 
 
 def _make_fact(messages: Sequence[Message]) -> str:
-    """Make the beginning of the sentence that answers the question."""
+    """Return the beginning of the sentence that answers the question, such as `The code of X is`."""
     question = next((message.content or "" for message in messages if message.role == "user"), "")
-    # Sentence by sentence, because a search in the whole text would take quadratic time.
+    # Search each sentence by itself, because a search in the whole text would take quadratic time.
     for sentence in question.split("?")[:-1]:
         if match := _QUESTION.search(sentence):
             return f"The {match['asked']} is"
@@ -117,7 +122,7 @@ def _make_fact(messages: Sequence[Message]) -> str:
 
 
 def _find_answer(fact: str, text: str) -> str | None:
-    """Return the word that follows the fact and ends its sentence; None if there is none."""
+    """Return the word between `fact` and the full stop; None if `text` contains no such sentence."""
     place = text.find(fact)
     while place >= 0:
         if answer := _ANSWER.match(text, place + len(fact)):

@@ -1,7 +1,7 @@
-"""A model plays and a teacher labels: every decision also records the teacher's choice.
+"""A policy in which a model plays and a teacher labels: each decision also records the teacher's choice.
 
-A model that imitates a teacher's games never learns what to do after its own mistakes. Here the model plays,
-so the states are its own, and [warmup] of a job imitates the labels.
+A model that imitates a teacher's own episodes never learns what to do after its own mistakes. Here the model
+plays, so the labelled states are those that the model reaches. [warmup] of a job then imitates the labels.
 
 Source: Ross, Gordon and Bagnell, DAgger, arXiv:1011.0686.
 """
@@ -28,9 +28,9 @@ class LabelledConfig(OpenAIConfig):
 
 
 class LabelledPolicy(OpenAIAgentPolicy):
-    """Plays like `OpenAIAgentPolicy`; the action's key `label` has the teacher's calls and text.
+    """Plays like `OpenAIAgentPolicy`; the action's key `label` contains the teacher's calls and text.
 
-    The teacher sees each observation; its answers are never executed.
+    The teacher is asked at each observation, but only the model's action is executed.
     """
 
     name = "labelled"
@@ -49,7 +49,7 @@ class LabelledPolicy(OpenAIAgentPolicy):
         return {**action, "label": _make_label(answer)}, raw, log_probs, value
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the model's state, and the teacher's if it has one."""
+        """Return the state of the model's policy, and the teacher's state if the teacher has snapshots."""
         own, teacher = super().snapshot(), self._teacher
         return {**own, "teacher": teacher.snapshot()} if isinstance(teacher, RestorablePolicy) else own
 
@@ -60,7 +60,7 @@ class LabelledPolicy(OpenAIAgentPolicy):
 
 
 def _make_label(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return calls and text of a teacher's answer, and whether it is a random detour."""
+    """Return calls and text of a teacher's answer, with `exploratory` set if it is a random detour."""
     action = read_action(answer)
     label = {
         "content": action.text,

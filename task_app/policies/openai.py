@@ -1,7 +1,7 @@
 """A language model behind any OpenAI-compatible server, as an AgentPolicy.
 
-Source: 2-rollout-worker-and-gigpo.md, Task 2.2; shared_schemas/chat.py has our gateway's additions to the
-    wire.
+Source: 2-rollout-worker-and-gigpo.md, Task 2.2; shared_schemas/chat.py defines our gateway's additions to
+    OpenAI's API.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from task_app.protocols import PolicyAnswer, PolicyObservation
 
 
 class TryAgain(Exception):
-    """The server gave no answer or said 'later'; the same request may be sent again after `after_s`."""
+    """The server did not answer, or is unavailable for now; the request may be sent again after `after_s`."""
 
     def __init__(self, sentence: str, *, after_s: float | None = None) -> None:
         super().__init__(sentence)
@@ -49,15 +49,15 @@ class Answered(NamedTuple):
     status: int
     body: bytes
     after_s: float | None
-    """The Retry-After in seconds, if there is one."""
+    """Value of the Retry-After header in seconds; None without one."""
     ignored: str
-    """Settings that our gateway left out, separated by commas."""
+    """Names of the request's settings that our gateway did not apply, separated by commas."""
 
 
 class Endpoint:
-    """A chat-completions URL with its headers, timeout and reply limit.
+    """Sends requests to a chat-completions URL with fixed headers, timeout and size limit of the reply.
 
-    Without a client each request opens its own connection.
+    If `client` is None, each request opens its own connection.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Endpoint:
         self._target: Target | None = None
 
     def without_rollout(self, path: str | None = None) -> "Endpoint":
-        """Return a copy without the rollout's header, and with `path`, if given, as its path."""
+        """Return a copy that does not send the rollout's header; `path`, if given, replaces `CHAT_PATH`."""
         other = copy(self)
         other._headers = {name: value for name, value in self._headers.items() if name != ROLLOUT_HEADER}
         other._url = self._url.replace(CHAT_PATH, path, 1) if path else self._url
@@ -107,10 +107,10 @@ class Endpoint:
 
 _IGNORED = IGNORED_HEADER.lower()
 TRY_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-# Statuses by which a server refuses the body of a request, and not the caller or the model.
+# Statuses of refusals that concern the body of a request, not the caller's key or the model's name.
 OF_THE_BODY = frozenset({400, 413, 422})
 _OPTIONS = tuple(Sampling.model_fields)
-# Options of captured agents. A server may follow them in its own way, but not while tokens are recorded.
+# Options that captured agents may set. While tokens are recorded, `call_options` restricts them.
 _OF_AGENTS = frozenset({"tool_choice", RESPONSE_FORMAT, "parallel_tool_calls"})
 # Keys of a request that make up its prompt.
 _OF_PROMPTS = ("model", "messages", "tools", "chat_template_kwargs")
@@ -119,7 +119,7 @@ SECRET_FROM = 12
 
 
 def decision_seed(seed: int, turn: int) -> int:
-    """Return the sampling seed of decision `turn` (from 1), in [0, 2**31 - 1); no I/O."""
+    """Return the sampling seed of decision `turn` (from 1), in [0, 2**31 - 1)."""
     digest = hashlib.blake2b(f"{seed}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % (2**31 - 1)
 
@@ -136,21 +136,22 @@ class ModelAccess(TypedDict, total=False):
 
 
 class OpenAIAgentPolicy:
-    """One conversation with a model; each rollout has a policy of its own.
+    """Asks a model for the actions of one conversation; each rollout has a policy of its own.
 
         policy = OpenAIAgentPolicy(OpenAIConfig(inference_url=..., model=..., ask_token_ids=False))
         action, text, log_probs, value = await policy.get_action(messages, tools)
 
     Args:
-        client: shared by all policies of a service; without one each request opens its own connection.
+        client: shared by all policies of a service; if it is None, each request opens its own connection.
         allowed_hosts: the operator's list of inference hosts; None allows any.
-        rollout_id: sent as a header only to our gateway, which keeps the conversation's ids under it.
+        rollout_id: sent as a header to our gateway, which stores the conversation's token ids under it; not
+            sent to other servers.
         inference_key: Bearer key for config.inference_url.
-        max_reply_bytes: limit of one reply.
+        max_reply_bytes: size limit of one reply.
         on_retry: called before every attempt after the first.
 
     Raises:
-        InvalidRequest: inference_url is no URL, or its host is not allowed.
+        InvalidRequest: inference_url is not a valid URL, or its host is not allowed.
     """
 
     name = "openai"
@@ -206,7 +207,7 @@ class OpenAIAgentPolicy:
             body |= {"stop": list(observation.stop)} if observation.stop else {}
         reply = await self._complete(body)
         if (tokens := reply.tokens) is not None:
-            # The gateway may reuse only ids that this conversation knows.
+            # The gateway may reuse only ids that this policy has received.
             if tokens.prompt_ids_reused > self._known_ids:
                 raise protocol_error(f"{tokens.prompt_ids_reused} ids reused of {self._known_ids}")
             count = len(tokens.prompt_token_ids) + len(tokens.token_ids)
@@ -219,15 +220,16 @@ class OpenAIAgentPolicy:
 
     @property
     def max_model_length(self) -> int | None:
-        """Return the limit of a prompt and its max_tokens together, if this policy has one."""
+        """Return the limit of prompt tokens plus max_tokens; None if no limit is configured."""
         return self.config.max_model_length
 
     @property
     def call_options(self) -> frozenset[str]:
-        """Return the options that the policy follows; while tokens are recorded, none that needs a grammar.
+        """Return the names of an agent's options that the policy passes to the server.
 
-        Our gateway needs no grammar for `tool_choice`: it forces a call by the prompt alone. `leave_out` and
-        `extra_body` of the config take precedence.
+        While exact tokens are recorded, the server must not sample under a grammar. Our gateway then gets
+        only `tool_choice`, because it forces a call by the prompt alone; a server like vLLM gets no option.
+        Options in `leave_out` or `extra_body` of the config are never passed.
         """
         if self.config.exact_tokens == "vllm":
             return frozenset()
@@ -235,7 +237,10 @@ class OpenAIAgentPolicy:
         return names - {*self.config.leave_out, *self.config.extra_body}
 
     async def count_tokens(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> int:
-        """Count as in `protocols.CountsTokens`; a server that cannot count is asked to sample one token."""
+        """Return the number of tokens of the prompt.
+
+        A server without `/tokenize` is asked to sample one token, and its `usage.prompt_tokens` is returned.
+        """
         can_count = self.config.asks_gateway_of_ours or self.config.exact_tokens == "vllm"
         asked = self.request_body(messages, tools, self.sampling(1, most=1))
         if can_count:
@@ -250,7 +255,7 @@ class OpenAIAgentPolicy:
         return read_count(answer.body, is_billed=not can_count)
 
     def sampling(self, turn: int, *, most: int | None = None) -> Sampling:
-        """Return the sampling settings of decision `turn` (from 1); `most` is a further limit of tokens."""
+        """Return the sampling settings of decision `turn` (from 1), with at most `most` sampled tokens."""
         config = self.config
         seed = None if "seed" in config.leave_out else config.seed
         return Sampling(
@@ -262,11 +267,11 @@ class OpenAIAgentPolicy:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the number of decisions; the token ids stay in the gateway, outside of the snapshot."""
+        """Return the number of decisions. The token ids stay in the gateway, outside of the snapshot."""
         return {"turn": self._turn}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue with the next decision's seed, in a new conversation."""
+        """Set the number of past decisions, so that the next decision is sampled with the right seed."""
         turn = state.get("turn")
         if type(turn) is not int or turn < 0:
             raise ValueError(f"'turn' is {turn!r}; it counts decisions from 0")
@@ -275,7 +280,7 @@ class OpenAIAgentPolicy:
     def request_body(
         self, messages: Collection[Message], tools: list[dict[str, Any]], sampling: Sampling
     ) -> dict[str, Any]:
-        """Return the chat-completions request, without unused options, which some servers do not know."""
+        """Return the chat-completions request, without unused options, which some servers refuse."""
         is_whole = self.config.exact_tokens == "vllm"
         options = sampling.whole_request_keys() if is_whole else sampling.request_keys()
         body: dict[str, Any] = {
@@ -300,7 +305,10 @@ class OpenAIAgentPolicy:
         return rest | self.config.extra_body
 
     async def _complete(self, body: dict[str, Any]) -> Reply:
-        """Ask, with retries within the budget; the caller's deadline may interrupt at any time."""
+        """Send the request, with retries within the budget, and return the reply.
+
+        If the caller's deadline cancels the retries, `pending_failure` keeps the error of the first attempt.
+        """
         self.pending_failure = None
         try:
             reply = await self._ask_once(body, first=not self._has_answer)
@@ -312,7 +320,9 @@ class OpenAIAgentPolicy:
         return reply
 
     async def _ask_again(self, body: dict[str, Any], error: TryAgain) -> Reply:
-        """Make the attempts after the first, with `stamina`, which would make the first as slow as a step."""
+        """Repeat a request whose first attempt failed with `error`, within `retry_budget_s`."""
+        # The first attempt is made without stamina, whose overhead is as long as a step. For stamina, it
+        # consists of raising `error`.
         until_s = self._clock() + self.config.retry_budget_s
         try:
             async for attempt in stamina.retry_context(
@@ -333,7 +343,7 @@ class OpenAIAgentPolicy:
         raise AssertionError("retry_context returns or raises")
 
     def _find_wait(self, until_s: float, error: Exception) -> bool | float:
-        """Return the seconds before the next attempt; True: a growing wait; False: no further attempt."""
+        """Return the seconds until the next attempt, True for stamina's growing wait, or False to give up."""
         if not isinstance(error, TryAgain):
             return False
         if error.after_s is None:
@@ -341,8 +351,8 @@ class OpenAIAgentPolicy:
         return self._clock() + error.after_s <= until_s and error.after_s
 
     async def _ask_once(self, body: Mapping[str, Any], *, first: bool) -> Reply:
-        # The gateway must not continue from an answer that was lost, or that only an earlier attempt at this
-        # rollout received: the request asks for the ids of the whole prompt.
+        # The gateway may hold an answer that got lost, or that an earlier attempt at this rollout received.
+        # It must not continue from such an answer, so the request asks for the ids of the whole prompt.
         request = {**body, "return_token_ids": True} if first and self.config.asks_gateway_of_ours else body
         status, text, after_s, ignored = await self._post(self._endpoint, request)
         if status == 200:
@@ -354,7 +364,7 @@ class OpenAIAgentPolicy:
         raise self._make_refusal(status, text)
 
     async def _post(self, endpoint: Endpoint, body: Mapping[str, Any]) -> Answered:
-        """Post, and remove the key from the answer: some servers repeat it, and it would be recorded."""
+        """Send a request, and remove the key from the answer, because answers are recorded."""
         answer = await endpoint.post(to_json(body))
         if len(self._key) >= SECRET_FROM:
             return answer._replace(body=answer.body.replace(self._key.encode(), b"[key]"))
@@ -362,17 +372,18 @@ class OpenAIAgentPolicy:
 
     def _make_refusal(self, status: int, text: bytes) -> EpisodeFailed:
         code, sentence = refusal(status, text, key=self._key)
-        # Our gateway and OpenAI send a code, others only a sentence.
+        # Our gateway and OpenAI send an error code; other servers send only a sentence.
         if code == CONTEXT_LENGTH_EXCEEDED or "maximum context length" in sentence.lower():
             return ContextLengthExceeded(sentence)
         kind = PromptRefused if status in OF_THE_BODY else PolicyUnavailable
         return kind(f"the inference server refused: {sentence}", code="inference_refused")
 
     def _check_length(self, messages: tuple[Message, ...], max_tokens: int) -> None:
-        """Refuse a prompt that is surely too long for a server that does not know `max_model_length`.
+        """Raise ContextLengthExceeded if the prompt plus `max_tokens` surely exceeds `max_model_length`.
 
-        If the conversation only grew, its prompt has at least the tokens that the server's last reply
-        counted. In all other cases only the server's own limit applies.
+        If messages were only appended since the last reply, the prompt has at least the tokens counted in
+        that reply. Otherwise nothing is checked, and only the server's own limit applies. Our gateway checks
+        `max_model_length` itself.
         """
         limit, last = self.config.max_model_length, self._last
         if limit is None or self.config.asks_gateway_of_ours or last is None:
@@ -384,7 +395,10 @@ class OpenAIAgentPolicy:
             raise ContextLengthExceeded(f"a prompt of at least {total}, but max_model_length is {limit}")
 
     def _describe_tokens(self, reply: Reply, sampling: Sampling) -> dict[str, Any]:
-        """Return sampling settings and tokens, as far as known; without known ids, tokens are texts."""
+        """Return the decision's sampling settings and tokens, as far as the server sent them.
+
+        If the server sent no token ids but OpenAI's log-probs, `tokens` contains the tokens as text.
+        """
         exact, plain = reply.tokens, reply.logprobs
         tokens: dict[str, Any] = {}
         if exact is not None:

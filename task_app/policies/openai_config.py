@@ -10,14 +10,14 @@ from shared_schemas.trajectory import PLAIN_SAMPLING, Sampling, SamplingKeys, To
 from shared_schemas.urls import split_http
 from task_app.errors import InvalidRequest, check_host
 
-# Keys that the policy sets itself; if extra_body set them too, it could contradict the record.
+# Keys that the policy sets itself. extra_body may not set them, so that the recorded settings are true.
 SET_BY_THE_POLICY = frozenset(
     {
         *Sampling.model_fields, "model", "messages", "tools", "tool_choice", "max_completion_tokens",
         "max_model_length", "n", "stream", "return_token_ids", "processed_logprobs", "logprobs",
     }
 )  # fmt: skip
-# Keys of extra_body that change the distribution: penalties, and everything that masks tokens.
+# Keys of extra_body that change the sampling distribution: penalties, and keys that mask tokens.
 OTHER_DISTRIBUTION = frozenset(
     {
         *PLAIN_SAMPLING, "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "ignore_eos",
@@ -92,7 +92,7 @@ class OpenAIConfig(SamplingKeys):
 
     @property
     def asks_gateway_of_ours(self) -> bool:
-        """Whether the server is our gateway, which keeps a conversation's ids and knows more keys."""
+        """Whether the server is our gateway, which stores a conversation's token ids and takes more keys."""
         return self.ask_token_ids and self.exact_tokens == "turnwise"
 
 
@@ -102,14 +102,14 @@ _WHERE = "inference_url"
 
 
 def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] | None) -> str:
-    """Complete an OpenAI-compatible base URL and keep its query, which may hold routing keys.
+    """Return the chat-completions URL for an OpenAI-compatible base URL; its query is kept.
 
         http://h:1            -> http://h:1/v1/chat/completions
         http://h:1/v1         -> http://h:1/v1/chat/completions
         http://h:1/v1/chat    -> http://h:1/v1/chat/completions
         http://h:1/x?cid=7    -> http://h:1/x/v1/chat/completions?cid=7
 
-    `allowed_hosts` holds `host` (any port) or `host:port`; None allows any host.
+    An entry of `allowed_hosts` is `host` (any port) or `host:port`; None allows any host.
     """
     parts = split_http(inference_url)
     if parts is None:

@@ -1,4 +1,4 @@
-"""Draws random calls of any tool; base classes of policies with a random generator."""
+"""Draws random tool calls, and defines the base classes of policies with a random generator."""
 
 import json
 import random
@@ -15,13 +15,15 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def random_call(tools: Tools, source: random.Random, *, longest: int) -> tuple[str, dict[str, Any]]:
-    """Return name and arguments of a call that one of the tools accepts, if `random_object` finds one.
+    """Return the name of a random tool and random arguments for it.
+
+    The arguments fit the tool's schema, unless `random_object` finds none that fit.
 
     Args:
-        tools: at least one, in OpenAI's form.
+        tools: at least one tool, in OpenAI's form.
         longest: length of the lists in the arguments, if their schema allows it.
     """
-    # Nothing is drawn to choose from a single tool, so the calls depend only on its arguments.
+    # A single tool is chosen without a random number, so the draws depend only on its arguments.
     function = (tools[0] if len(tools) == 1 else source.choice(tools))["function"]
     return function["name"], random_object(function.get("parameters") or {}, source, longest=longest)
 
@@ -35,9 +37,9 @@ C = TypeVar("C", bound=Seeded)
 
 
 class ByChance(Generic[C]):
-    """A policy whose only state is a random generator, with the snapshots of a `RestorablePolicy`.
+    """Base class of policies with a random generator; the snapshot contains the state of the generator.
 
-    A subclass defines `choose`, with the arguments of `AgentPolicy.get_action`.
+    A subclass defines `choose`, which has the arguments of `AgentPolicy.get_action`.
     """
 
     config_type: type[C]
@@ -59,7 +61,7 @@ class ByChance(Generic[C]):
         return {"random": [version, list(numbers), gauss]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the generator to the state in a snapshot; ValueError for anything else."""
+        """Set the generator to the state in a snapshot; raise ValueError if `state` is no such snapshot."""
         try:
             version, numbers, gauss = state["random"]
             self._random.setstate((version, tuple(numbers), gauss))
@@ -68,7 +70,7 @@ class ByChance(Generic[C]):
 
 
 class DetourConfig(Body):
-    """Settings of a teacher that leaves its way now and then."""
+    """Settings of a teacher that sometimes makes a random call."""
 
     epsilon: float = Field(
         default=0.0, ge=0.0, le=1.0,
@@ -81,13 +83,14 @@ D = TypeVar("D", bound=DetourConfig)
 
 
 class DetourTeacher(ByChance[D]):
-    """A teacher that sometimes plays a random detour, so that the student also sees states off its way.
+    """Base class of teachers that sometimes act at random (a detour).
 
-    The detour itself is not imitated.
+    After a detour the student also sees states that the teacher would not reach by itself. The detour itself
+    is marked `exploratory` and not imitated.
     """
 
     def makes_detour(self) -> bool:
-        """Draw whether this decision is random; without an epsilon nothing is drawn."""
+        """Draw whether this decision is random; if epsilon is 0, return False without a draw."""
         return bool(self.config.epsilon) and self._random.random() < self.config.epsilon
 
 

@@ -1,8 +1,8 @@
-"""Draws random values for a JSON Schema, part by part; validates each value if a draw may not fit.
+"""Draws random values for a JSON Schema, and validates each value that may not fit.
 
-The schema of a tool may be anything that its author wrote, so nothing here raises: a keyword with a value
-that JSON Schema does not allow counts as absent, and so does a `$ref` that leads nowhere. Patterns and
-formats of strings are not drawn.
+The author of a tool may write any schema, so no schema makes this module raise: a keyword whose value JSON
+Schema does not allow counts as absent, and so does a `$ref` without a target. `pattern` and `format` do not
+affect how strings are drawn.
 """
 
 import json
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
 
 
-Schema = Any  # an object or a boolean, or any other value that its author wrote
+Schema = Any  # an object or a boolean; if its author made a mistake, any other value
 
-# Bounds of numbers whose schema sets none, and the text of strings.
+# Bounds of numbers whose schema has none, and the text of drawn strings.
 _NUMBERS = (0, 9)
 _TEXT = "text"
 # Longer values are not drawn even if the schema demands them: they would fill the memory.
 _LONGEST_TEXT, _LONGEST_LIST = 10_000, 1_000
-# Limits: draws of a whole value, draws of an item that equals an earlier one, and parts of a value. Schemas
-# may refer to themselves, so a value could have endlessly many parts.
+# Limits: draws of a whole value; further draws of an item that must be unique; nested values of a value.
+# Schemas may refer to themselves, so without a limit a value could be infinite.
 _TRIES, _ITEM_TRIES, _PARTS = 30, 30, 2_000
-# From this depth on, objects have only required properties, lists have the fewest items allowed, and a choice
-# avoids references; below `_DEEPEST` every value is null.
+# From depth `_SMALL_FROM` on, objects have only required properties, lists have the fewest items allowed, and
+# `anyOf` and `oneOf` avoid branches with references. Values deeper than `_DEEPEST` are null.
 _SMALL_FROM, _DEEPEST = 6, 60
 # A draw always fits a schema that has only these keywords.
 _DRAWN = frozenset(
@@ -45,10 +45,10 @@ _KEYS_OF_KINDS = {
 
 
 def random_object(schema: Schema, source: random.Random, *, longest: int) -> dict[str, Any]:
-    """Draw an object that the schema describes; if no draw fits, return the last one.
+    """Return a random object that fits the schema; if no draw fits, return the last draw.
 
     The first draw chooses uniformly from enums, sets all properties, and makes lists of `longest` items, or
-    the nearest allowed length. If it does not fit, draws with fewer properties and items follow.
+    of the nearest allowed length. If it does not fit, further draws may have fewer properties and items.
     """
     whole = {**schema, "type": "object"} if isinstance(schema, Mapping) else {"type": "object"}
     value: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def random_object(schema: Schema, source: random.Random, *, longest: int) -> dic
 
 
 class _Draw:
-    """One draw of a schema; if it `varies`, it may leave out optional properties, and shorten lists."""
+    """Draws one value for a schema; if `varies`, it may leave out optional properties and shorten lists."""
 
     def __init__(self, root: Schema, source: random.Random, longest: int, *, varies: bool) -> None:
         self._root, self._source, self._longest, self._varies = root, source, longest, varies
@@ -88,7 +88,11 @@ class _Draw:
         return None if kind == "null" else self._draw_text(schema)
 
     def _merge_parts(self, schema: Schema, references: set[str], *, is_deep: bool) -> dict[str, Any]:
-        """Merge references, all of `allOf`, and one branch of each choice into the schema."""
+        """Return the schema merged with the target of `$ref`, all of `allOf`, and one branch of each choice.
+
+        A choice is `anyOf`, `oneOf` or `if`. If `is_deep`, branches of `anyOf` and `oneOf` without a `$ref`
+        are preferred, so that the value stays small. A reference in `references` is not followed again.
+        """
         if not isinstance(schema, Mapping):
             return {}
         merged, others = dict(schema), list(_read_list(schema, "allOf"))
@@ -178,10 +182,11 @@ class _Draw:
 
 
 def _find_bounds(schema: Mapping[str, Any], *, margin: int) -> tuple[float, float]:
-    """Return the smallest and the largest value of a number.
+    """Return the smallest and the largest value to draw for a number.
 
-    Values keep `margin` from an exclusive bound. A lone lower bound gets a range as wide as `_NUMBERS`. A
-    lone upper bound gets a range at least as wide, which begins at the start of `_NUMBERS` or below it.
+    Values keep `margin` from an exclusive bound. If only a lower bound is given, the range is as wide as
+    `_NUMBERS`. If only an upper bound is given, the range is at least as wide as `_NUMBERS`, and begins at
+    the start of `_NUMBERS` or below it.
     """
     low, above = _read_number(schema, "minimum"), _read_number(schema, "exclusiveMinimum")
     high, below = _read_number(schema, "maximum"), _read_number(schema, "exclusiveMaximum")
@@ -213,7 +218,7 @@ def _read_list(schema: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def _resolve_reference(reference: str, root: Schema) -> Schema:
-    """Return the schema at a reference within the document; True, which allows anything, if there is none."""
+    """Return the schema that a reference within `root` names; True (any value) if it does not exist."""
     part = root
     for name in unquote(reference.removeprefix("#")).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -224,7 +229,7 @@ def _resolve_reference(reference: str, root: Schema) -> Schema:
 
 
 def _may_not_fit(schema: Schema) -> bool:
-    """Return whether a draw may not fit the schema."""
+    """Return whether a draw may violate the schema, so that it must be validated."""
     if not isinstance(schema, Mapping):
         return schema is False
     if not schema.keys() <= _DRAWN:
@@ -251,7 +256,7 @@ def _fits_schema(value: Any, schema: Schema) -> bool:
 
 @lru_cache(64)
 def _make_validator(schema: str) -> "Draft202012Validator | None":
-    """Return the validator of a schema, which fetches no other document; None for an invalid schema."""
+    """Return a validator that never fetches other documents; None for an invalid schema."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
     from referencing import Registry

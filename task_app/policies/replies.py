@@ -1,8 +1,8 @@
-"""Reads action, text and exact tokens of a chat completion, also from servers like vLLM; no I/O.
+"""Reads action, text and exact tokens of a chat completion, from our gateway or another server; no I/O.
 
-A model's mistakes are data: no tool call, several, unknown names, bad arguments. A server's mistakes raise a
-PolicyUnavailable with code `inference_protocol`: no choices, lists of different lengths, a NaN, a text of
-another type. The message names the field, the value found and the values allowed.
+A model's mistakes become part of the action: no tool call, several calls, unknown names, bad arguments. A
+server's mistakes raise a PolicyUnavailable with code `inference_protocol`: no choices, lists of different
+lengths, a NaN, a text of another type. The message names the field, the value found and the values allowed.
 """
 
 import json
@@ -31,9 +31,9 @@ KEY_STATUSES = frozenset({401, 403})
 class Reply:
     """A chat completion. `tokens` is None if the server sends no token ids or log-probs.
 
-    `logprobs` are OpenAI's, [(token as text, log-prob)], if they were asked for and sent. `reasoning_tokens`
-    is the part of `completion_tokens` that is not in the message. `ignored` are settings of the request that
-    our gateway left out.
+    `logprobs` are OpenAI's, [(token as text, log-prob)]; None if they were not requested or not sent.
+    `reasoning_tokens` is the part of `completion_tokens` that is not in the message. `ignored` names the
+    settings of the request that our gateway did not apply.
     """
 
     action: dict[str, Any]
@@ -49,7 +49,7 @@ class Reply:
 
     @property
     def reusable_tokens(self) -> int | None:
-        """Return how many tokens of this prompt and answer the next prompt repeats; None if unknown."""
+        """Return how many tokens of this prompt and answer the next prompt will repeat; None if unknown."""
         if self.prompt_tokens is None or self.completion_tokens is None:
             return None
         return self.prompt_tokens + max(0, self.completion_tokens - self.reasoning_tokens)
@@ -60,7 +60,7 @@ class _Part(StrictReply):
 
 
 class _Message(StrictReply):
-    """The text and calls that the model wrote; a call may have any form."""
+    """The text and calls that the model wrote; the calls are not validated here."""
 
     content: str | tuple[_Part, ...] | None = None
     refusal: str | None = None
@@ -73,11 +73,11 @@ class _Choice(StrictReply):
     finish_reason: str | None = None
     sampling_finish_reason: str | None = None
     raw_text: str | None = None
-    """All sampled text, from our gateway."""
+    """All sampled text; only our gateway sends it."""
 
     @property
     def ending(self) -> str | None:
-        """Return how sampling ended; `finish_reason` alone may say instead that a call was parsed."""
+        """Return why sampling ended, even if `finish_reason` only says that a call was parsed."""
         return self.sampling_finish_reason or self.finish_reason
 
 
@@ -100,7 +100,7 @@ class _PlainTokens(StrictReply):
 
 
 class _PlainChoice(_OwnChoice):
-    """A choice of a reply with requested OpenAI log-probs; replies with only calls mostly lack them."""
+    """A choice of a reply for which OpenAI's log-probs were requested; most servers omit them for calls."""
 
     logprobs: _PlainTokens | None = None
 
@@ -114,7 +114,7 @@ class _WholeTokens(StrictReply):
 
 
 class _WholeChoice(_Choice):
-    """A choice of a server like vLLM."""
+    """A choice of a server like vLLM, which sends exact tokens in each reply."""
 
     token_ids: tuple[TokenId, ...]
     logprobs: _WholeTokens
@@ -134,7 +134,7 @@ AnyChoice = TypeVar("AnyChoice", bound=_Choice)
 
 
 class Completion(StrictReply, Generic[AnyChoice]):
-    """The fields of a chat completion that are read."""
+    """The fields of a chat completion that this module reads."""
 
     choices: tuple[AnyChoice, ...] = Field(min_length=1)
     model: str | None = None
@@ -143,7 +143,7 @@ class Completion(StrictReply, Generic[AnyChoice]):
     prompt_ids_reused: Count | None = None
 
 
-# Built once, because `Completion[...]` takes as long as reading a reply's calls.
+# Built once, because evaluating `Completion[...]` takes as long as reading the calls of a reply.
 _OWN, _PLAIN, _WHOLE = Completion[_OwnChoice], Completion[_PlainChoice], Completion[_WholeChoice]
 _NO_USAGE, _NO_DETAILS = _Usage(), _Details()
 
@@ -161,28 +161,28 @@ class _Billed(StrictReply):
 
 
 class ReadTokens(Protocol):
-    """Reads the exact tokens from the replies of a kind of server; gives None if a reply lacks them.
+    """Reads the exact tokens from the replies of one kind of server; returns None if a reply lacks them.
 
-    `hint` ends the sentence about a wrong field.
+    `hint` is appended to the error message about a wrong field.
     """
 
     hint: str
 
     def kind(self, *, logprobs: bool) -> type[Completion[Any]]:
-        """Return the class of a reply; `logprobs` says whether OpenAI's log-probs were requested."""
+        """Return the model class of a reply; `logprobs`: whether OpenAI's log-probs were requested."""
 
     def __call__(self, reply: Completion[Any]) -> PolicyLogprobs | None: ...
 
 
 def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) -> Reply:
-    """Read the body of a reply with status 200; `logprobs` says whether OpenAI's were requested."""
+    """Read the body of a reply with status 200; `logprobs`: whether OpenAI's log-probs were requested."""
     reply = _read(read_tokens.kind(logprobs=logprobs), body, read_tokens.hint)
     choice, usage = reply.choices[0], reply.usage or _NO_USAGE
     plain = choice.logprobs if isinstance(choice, _PlainChoice) else None
     text = _join_text(choice.message)
     return Reply(
         action=_read_action(choice, text),
-        # A server that does not send all sampled text has no text for a reply with only a call.
+        # If the server does not send all sampled text, the text of a reply with only a call is empty.
         text=text if choice.raw_text is None else choice.raw_text,
         tokens=read_tokens(reply),
         finish_reason=choice.ending,
@@ -197,7 +197,7 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
 
 
 def read_count(body: bytes, *, is_billed: bool) -> int:
-    """Read the number of a prompt's tokens: from the reply's usage if `is_billed`, else from its count."""
+    """Return the number of prompt tokens: `usage.prompt_tokens` if `is_billed`, otherwise `count`."""
     return _read(_Billed, body).usage.prompt_tokens if is_billed else _read(_Counted, body).count
 
 
@@ -216,8 +216,8 @@ def _read(kind: type[Model], body: bytes, hint: str = "") -> Model:
 def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
     """Return code and sentence of an error reply in OpenAI's form, as problem+json, or in an unknown form.
 
-    Servers often repeat the key that they refuse: for 401 and 403 only the code is used, and `key` is removed
-    everywhere.
+    Servers often repeat the key that they refuse. Therefore `key` is removed, and for 401 and 403 the
+    sentence contains only status and code.
     """
     try:
         value = read_json(body)
@@ -235,7 +235,7 @@ def refusal(status: int, body: bytes, *, key: str = "") -> tuple[str, str]:
 
 
 def retry_after_s(retry_after: str | None) -> float | None:
-    """Return the Retry-After header in seconds; None without one or for a date, since clocks may differ."""
+    """Return the Retry-After header in seconds; None if it is missing or a date, since clocks may differ."""
     text = (retry_after or "").strip()
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
@@ -249,10 +249,10 @@ def protocol_error(what: str) -> PolicyUnavailable:
 
 
 def _read_action(choice: _Choice, text: str) -> dict[str, Any]:
-    """Return the action of a message: all its calls, or its text with the reason why there is no call.
+    """Return the action of a message: all its calls, or its text with the reason why it contains no call.
 
-    A single call also gets the published form: `name`, and `arguments` as an object if possible.
-    `tool_calls` keeps the arguments' text, which the next prompt must repeat exactly.
+    If there is one call, the action also contains the published keys: `name`, and `arguments`, parsed as an
+    object if possible. `tool_calls` keeps the arguments as text, which the next prompt must repeat exactly.
     """
     calls = choice.message.tool_calls
     if isinstance(calls, list) and calls:
@@ -267,7 +267,7 @@ def _read_action(choice: _Choice, text: str) -> dict[str, Any]:
 
 
 def _read_call(call: Any, index: int) -> dict[str, str]:
-    """Make a call from any value, so that the environment can execute it or refuse it with a reason."""
+    """Return a call for any JSON value; the environment then executes it or refuses it with a reason."""
     source = call if isinstance(call, dict) else {}
     function = _read_table(source, "function")
     arguments = function.get("arguments", "")
@@ -286,9 +286,10 @@ def _join_text(message: _Message) -> str:
 
 
 class OwnReplies:
-    """Reads the fields with exact tokens of our own gateway's replies; None if a server sends no such fields.
+    """Reads the exact tokens from replies of our own gateway; returns None if a reply does not contain them.
 
-    If exact tokens were not requested, our gateway sends only the answer's tokens, which are ignored.
+    If exact tokens were not requested (`asked` is False), our gateway sends tokens of the answer but not of
+    the prompt; the result is then None.
     """
 
     hint = ""
@@ -333,7 +334,7 @@ class OwnReplies:
 
 
 def _make_tokens(**fields: Any) -> PolicyLogprobs:
-    """Return exact tokens made of fields whose types are checked already."""
+    """Return exact tokens of type-checked fields; raise an error if ids and log-probs differ in number."""
     ids, logprobs = len(fields["token_ids"]), len(fields["logprobs"])
     if ids != logprobs:
         raise protocol_error(f"choices.0.token_ids has {ids} ids, and logprobs has {logprobs}")
@@ -345,12 +346,12 @@ def _read_string(value: Any) -> str | None:
 
 
 def _read_table(source: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the object at a key; an empty one if the value is no object."""
+    """Return the object at key `name`; an empty object if the value is missing or no object."""
     value = source.get(name)
     return value if isinstance(value, dict) else {}
 
 
-# The model of a server like vLLM is not trained here, so it has one version.
+# The weights on a server like vLLM are not trained by us, so all tokens have version 0.
 _ONE_VERSION = ((0, 0),)
 
 
@@ -361,8 +362,8 @@ class WholeReplies:
         token_ids                   in choices[0]                (the same)
         logprobs.content[].logprob  in choices[0]                (request: logprobs)
 
-    One object reads one conversation. As with our gateway, the part of a prompt that repeats the last prompt
-    and answer counts as reused and is not recorded again.
+    Each conversation needs an object of its own. As with our gateway, the ids at the start of a prompt that
+    repeat the last prompt and answer are only counted (`prompt_ids_reused`) and not recorded again.
     """
 
     hint = " (return_token_ids and logprobs asked for what a sample cannot be weighted without)"
@@ -391,7 +392,8 @@ class WholeReplies:
 
 
 def count_shared(ids: Sequence[int], before: Sequence[int]) -> int:
-    """Return the number of equal leading ids; usually all, because a conversation only grows."""
+    """Return the number of leading ids that are equal in both sequences."""
+    # Usually `ids` begins with all of `before`, because a conversation only grows.
     if tuple(ids[: len(before)]) == tuple(before):
         return len(before)
     pairs = enumerate(zip(ids, before, strict=False))

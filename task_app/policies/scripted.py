@@ -1,6 +1,7 @@
 """Policies without a model: the Crafter teacher and uniform random play.
 
-The teacher sees only `PolicyObservation.data`, with what a model may read: the 9x7 view and the status bar.
+The teacher sees only `PolicyObservation.data`, which contains what a model may also read: the 9x7 view and
+the status bar.
 """
 
 import random
@@ -44,9 +45,10 @@ class TeacherConfig(DetourConfig):
 
 
 class RandomPolicy(ByChance[RandomConfig]):
-    """Calls a random tool in any environment; in Crafter, `max_actions` uniform actions.
+    """Calls a random tool with random arguments; in Crafter, with `max_actions` uniform actions.
 
-    If no tools are offered, it says so in words.
+    If the environment expects an answer in words and lists the answers, returns a random one of these. If no
+    tools are offered either, returns the text `NO_TOOLS`.
     """
 
     name = "random"
@@ -62,7 +64,7 @@ class RandomPolicy(ByChance[RandomConfig]):
 
 
 class CrafterTeacher(DetourTeacher[TeacherConfig]):
-    """Plays by rules; without memory a decision depends only on what the compact text states."""
+    """Plays Crafter by rules; without memory, a decision depends only on the compact text observation."""
 
     name = "crafter_teacher"
     config_type = TeacherConfig
@@ -82,7 +84,7 @@ class CrafterTeacher(DetourTeacher[TeacherConfig]):
         return call_answer("interact_many", {"actions": actions}, exploratory=detour)
 
     def actions(self, data: Mapping[str, Any], *, max_actions: int | None = None) -> list[str]:
-        """Return the actions that the rules choose, at most `max_actions` (None: the configured number)."""
+        """Return the actions that the rules choose: at most `max_actions` (None: `config.max_actions`)."""
         limit = self.config.max_actions if max_actions is None else max_actions
         if self._memory is None:
             return decide(read_facts(data), max_actions=limit)
@@ -103,7 +105,10 @@ def random_actions(source: random.Random, count: int) -> list[str]:
 
 
 def _list_answers(observation: Any) -> list[str]:
-    """Return the answers that an environment takes, in the order of ACTIONS; empty if it takes calls."""
+    """Return the texts that the environment accepts as answers, in the order of ACTIONS.
+
+    The list is empty if the environment expects tool calls.
+    """
     names = getattr(observation, "data", {}).get("answer_names")
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
 
@@ -114,7 +119,7 @@ def _make_text_answer(text: str, *, exploratory: bool = False) -> PolicyAnswer:
 
 
 def _limit_actions(limit: int, tools: Tools) -> int:
-    """Return how many actions the tool accepts; a longer list would be refused as a whole."""
+    """Return `limit`, or the offered tool's own limit of actions per call if that is lower."""
     for tool in tools:
         actions = tool["function"]["parameters"].get("properties", {}).get("actions", {})
         limit = min(limit, actions.get("maxItems", limit))

@@ -1,4 +1,4 @@
-"""A teacher of short sums in words, as `trainer_backend.data.arithmetic` writes them."""
+"""A teacher that solves the arithmetic word problems of `trainer_backend.data.arithmetic`."""
 
 import re
 from collections.abc import Callable
@@ -11,12 +11,12 @@ from shared_schemas.base import Body
 from task_app.policies.random_calls import ByChance, Tools
 from task_app.protocols import PolicyAnswer
 
-# Finds the number (or word) of each sentence; the group's name tells what to calculate with it.
+# Matches the number (or word) of each sentence; the name of the group tells which calculation it needs.
 _SENTENCES = re.compile(
     r"has (?P<has>\d{1,15})\b|finds (?P<more>\d{1,15}) more|gives away (?P<fewer>\d{1,15})\b"
     r"|(?P<times>doubles|triples) them"
 )
-# Numbers may double with each sentence, and a caller's text may have tens of thousands of sentences.
+# Numbers may triple with each sentence, and a caller may send a text with tens of thousands of sentences.
 _MOST_SENTENCES = 100
 _SIGNS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "more": ("+", lambda have, count: have + count),
@@ -29,7 +29,7 @@ _SLIPS = (-2, -1, 1, 2)
 
 
 class SumsTeacherConfig(Body):
-    """Settings of the teacher of sums."""
+    """Settings of `SumsTeacher`."""
 
     right: float = Field(
         default=1.0, ge=0.0, le=1.0, description="share of right answers; the others slip by 1 or 2"
@@ -38,7 +38,7 @@ class SumsTeacherConfig(Body):
 
 
 class SumsTeacher(ByChance[SumsTeacherConfig]):
-    """Writes out each step, and `#### n`. Asked again after a wrong answer, it solves the sum again."""
+    """Answers a word problem with each calculation and `#### n`; after a wrong answer, solves it again."""
 
     name = "sums_teacher"
     config_type = SumsTeacherConfig
@@ -50,9 +50,10 @@ class SumsTeacher(ByChance[SumsTeacherConfig]):
 
 
 def solve(question: str, *, slip: int = 0) -> str:
-    """Return the answer in GSM8K's form; its last step is off by `slip`, but not below 0.
+    """Return the answer in GSM8K's form; `slip` is added to the last step's result, which stays at least 0.
 
-    A question without a known number gets `#### 0`; a very long one is solved only at its beginning.
+    A question in which `_SENTENCES` matches nothing gets `#### 0`. Of a very long question, only the first
+    `_MOST_SENTENCES` sentences are used.
     """
     have, lines = 0, []
     sentences = list(islice(_SENTENCES.finditer(question), _MOST_SENTENCES))

@@ -1,4 +1,4 @@
-"""The teachers of orders, Sokoban and BabyAI, which read only the prompt's data."""
+"""The teachers for the environments orders, Sokoban and BabyAI; they read only the observation's data."""
 
 import asyncio
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 class OrdersTeacher(DetourTeacher[DetourConfig]):
-    """Looks a shop's customers up one by one, and grants their requests; remembers nothing."""
+    """Looks up a shop's customers one by one and grants their requests; keeps no state between decisions."""
 
     name = "orders_teacher"
     config_type = DetourConfig
@@ -55,14 +55,14 @@ def _find_call(request: Mapping[str, Any], data: Mapping[str, Any]) -> Call | No
 
 
 class SokobanTeacher(DetourTeacher[DetourConfig]):
-    """Pushes boxes along a shortest solution, one push a decision; remembers the solution of the board."""
+    """Pushes boxes along a shortest solution, one push per decision; stores the search result of a board."""
 
     name = "sokoban_teacher"
     config_type = DetourConfig
 
     def __init__(self, config: DetourConfig | None = None) -> None:
         self._board: Board | None = None
-        self._left: Mapping[Key, int] = {}  # pushes_left of the board
+        self._left: Mapping[Key, int] = {}  # pushes_left(board)
         super().__init__(config)
 
     async def choose(self, observation: Any, tools: Tools) -> PolicyAnswer:
@@ -73,7 +73,7 @@ class SokobanTeacher(DetourTeacher[DetourConfig]):
         possible = list(board.pushes(state))
         push = self._random.choice(possible) if detour and possible else best_push(board, state, self._left)
         if "push" not in {tool["function"]["name"] for tool in tools}:
-            # The moves to the push, and the push itself; if no push leads to a solution, a move up.
+            # Walk to the box and push it. If no push leads to a solution, move up.
             moves = ("up",) if push is None else (*push.way, push.direction)
             return call_answer("move", {"moves": list(moves)[:MAX_MOVES]}, exploratory=detour)
         word = "1-up"  # if no push leads to a solution, push the first box
@@ -86,7 +86,11 @@ _DETOURS = ("left", "right", "forward")
 
 
 class BabyAITeacher(DetourTeacher[DetourConfig]):
-    """Minigrid's own bot, one action a decision; it plays the same actions in its own copy of the level."""
+    """Plays the actions that Minigrid's own bot advises, one action per decision.
+
+    The bot needs a `Level`, so the teacher replays the actions of the episode in a copy of the level. If the
+    bot has no advice, the teacher makes a random detour.
+    """
 
     name = "babyai_teacher"
     config_type = DetourConfig
@@ -106,7 +110,7 @@ class BabyAITeacher(DetourTeacher[DetourConfig]):
         return call_answer("act", {"actions": [action]}, exploratory=detour)
 
     def _follow_episode(self, episode: Mapping[str, Any], max_steps: int) -> None:
-        """Bring the own copy of the level to the state of the episode, and ask the bot after each step."""
+        """Replay the episode's new actions in the copy of the level, and ask the bot after each action."""
         world, actions = (episode["level"], episode["seed"]), list(episode["actions"])
         if self._level is None or world != self._world or actions[: len(self._done)] != self._done:
             self._level, self._bot = Level(world[0], max_steps=max_steps), None
@@ -119,7 +123,7 @@ class BabyAITeacher(DetourTeacher[DetourConfig]):
             self._ask_bot(self._level, action)
 
     def _ask_bot(self, level: Level, action: str | None) -> None:
-        """Let the bot plan on after an action; if it has no plan any more, ask a new bot.
+        """Store the bot's advice after an action; if the bot has no plan any more, ask a new bot.
 
         The advice is None if the new bot has no plan either, for instance after a box with a key was opened.
         """
@@ -135,8 +139,8 @@ class BabyAITeacher(DetourTeacher[DetourConfig]):
 
 
 def _replan(bot: Any, action: Any) -> str | None:
-    """Return the bot's action; None if it fails, or suggests only an action without effect."""
-    # A detour may break the bot's plans; then it raises an AssertionError or some other error.
+    """Return the bot's next action; None if the bot fails, or suggests only an action without effect."""
+    # A detour may break the bot's plan; the bot then raises an AssertionError or another error.
     try:
         name = str(bot.replan(action).name)
     except Exception:

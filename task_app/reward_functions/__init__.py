@@ -1,9 +1,10 @@
-"""Reward functions of users: how to write one (`reward_function` and its results), and where it runs.
+"""Reward functions of users: the decorator and the result types to write one, and the code that runs it.
 
     from task_app.reward_functions import EvaluateResult, Message, StepOutput, reward_function
 
-A function runs in child processes of the service: `process` is the service's side, `child` the child's, and
-`pool` distributes the calls. `alignment` puts the results on the trajectory. docs/plugins.md has an example.
+A function runs in child processes of the service: `child` is the program of a child process, `process`
+starts and asks one child process, and `pool` distributes the calls. `alignment` writes the results into the
+trajectory. docs/plugins.md contains an example.
 """
 
 from shared_schemas.evaluate_result import EvaluateResult, MetricResult, StepOutput

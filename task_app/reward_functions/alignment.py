@@ -1,4 +1,4 @@
-"""Makes the arguments of a reward function for an episode, and the trajectory with its rewards; no I/O."""
+"""Builds the arguments of a reward function, and writes its result into the trajectory; no I/O."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from task_app.errors import RewardFunctionFailed, clipped
 def build_arguments(
     trajectory: Trajectory, messages: Sequence[Message], ground_truth: Any, *, rollout_id: str
 ) -> dict[str, Any]:
-    """Return the keyword arguments of a reward function for one episode, as JSON.
+    """Return the keyword arguments of a reward function for one episode, as JSON values.
 
     messages: every decision's prompt, answer and tool results, in order.
-    ground_truth: the right answer from the task; None if it has none.
+    ground_truth: the right answer from the task; None if the task has none.
     environment_outcome_reward: the episode's score by the environment's own definition.
     env_rewards: [T][S] reward of each env step of each decision.
     """
@@ -36,10 +36,12 @@ def build_arguments(
 def with_user_reward(
     trajectory: Trajectory, result: EvaluateResult, *, name: str, rollout_id: str
 ) -> Trajectory:
-    """Return the episode with the score as its outcome and the base rewards on its steps.
+    """Return the trajectory with the result's score as outcome reward and its base rewards in the steps.
 
-    The environment's own outcome moves to `user_reward`, so that nothing counts twice. A result that the
-    function itself reports as invalid fails the rollout.
+    The environment's own outcome reward moves to `user_reward`, so that only one outcome counts.
+
+    Raises:
+        RewardFunctionFailed: the result reports an error, or that its score is not valid.
     """
     if result.error is not None or not result.is_score_valid:
         why = clipped(result.error or result.reason or "no reason given", 300)
@@ -72,20 +74,20 @@ def align_data_for_rl_processing(
 
         step_index = t = turn - 1 = StepData.assistant_turn_index ("2" is 2)
 
-    If two outputs name one step, the last one counts. A step without an output keeps base_reward None. A
-    base_reward also becomes a reward part, with the source "user", of its decision; in modes that use reward
-    parts, `reward_vector` adds it.
+    If two outputs name the same step, the last one counts. A step without an output keeps base_reward None.
+    Each base_reward is also appended to the step's reward parts, with the source "user"; in modes that use
+    reward parts, `reward_vector` adds it.
 
     Args:
-        current_eval_result: without step_outputs nothing changes.
+        current_eval_result: if its step_outputs are None, the steps are returned unchanged.
         current_step_data_list: [T] decisions of the episode, in order.
         rollout_id: begins each warning.
 
     Returns:
-        [T] the steps, and a warning for each kind of misfit: a repeated, unknown or missing step.
+        [T] the steps, and a warning for each kind of mismatch: repeated, unknown or missing steps.
 
-    Source: the aligner of the library of 2-rollout-worker-and-gigpo.md, and its name. The published aligner
-    ignores unknown and repeated indices in silence and returns the steps alone. DESIGN.md 4.3.
+    Source: the aligner of the library of 2-rollout-worker-and-gigpo.md, with the same name. The published
+    aligner silently ignores unknown and repeated indices and returns only the steps. DESIGN.md 4.3.
     """
     outputs = current_eval_result.step_outputs
     if outputs is None:
@@ -108,7 +110,7 @@ def align_data_for_rl_processing(
 def _collect_rewards(
     outputs: Sequence[StepOutput], count: int
 ) -> tuple[dict[int, float], list[int], list[int | str]]:
-    """Return base_reward by t, repeated t, and indices that name no step."""
+    """Return the base_reward of each t, the t that occur twice, and the indices that name no step."""
     rewards_by_t: dict[int, float] = {}
     twice: list[int] = []
     unknown: list[int | str] = []

@@ -1,9 +1,9 @@
-"""The process that a reward function runs in: `python -m task_app.reward_functions.child SOURCE NAME`.
+"""The program that runs a reward function: `python -m task_app.reward_functions.child SOURCE NAME`.
 
 It imports SOURCE (a file, or `module:function`) and writes {}. Then it answers each line of stdin with one
 line: {"results": [...]} or {"error": sentence}. Whatever the function prints goes to stderr. The process ends
-when stdin closes, because the service has ended. It also ends when a call passes its deadline, after it has
-written to stderr where the function was.
+when stdin closes, because the service has ended. If a call passes its deadline, the process writes the stack
+trace of the function to stderr and ends.
 """
 
 import asyncio
@@ -32,10 +32,11 @@ from task_app.reward_functions.decorator import EPISODES, NoResult, first_error
 
 
 def main(source: str, name: str) -> None:
-    """Load the function, and answer requests until stdin closes."""
+    """Load the reward function, and answer requests until stdin closes."""
     requests, replies = _take_streams()
     configure_logs("info")
-    # The service ends this process by other means, so that a KeyboardInterrupt here is the function's own.
+    # The service does not end this process by SIGINT. With SIGINT ignored, only the function itself can raise
+    # a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with asyncio.Runner() as runner:
         try:
@@ -54,9 +55,9 @@ def main(source: str, name: str) -> None:
 
 
 def _take_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return stdin and stdout; from then on the function reads an empty stdin, and prints to stderr."""
+    """Return stdin and stdout, and hide them from the function: it reads an empty stdin, prints to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # A closed pipe is surely empty; on a badly set-up machine /dev/null may be an ordinary file with content.
+    # Use a closed pipe, because on a badly set-up machine /dev/null may be an ordinary file with content.
     empty, far_end = os.pipe()
     os.close(far_end)
     os.dup2(empty, 0)
@@ -66,7 +67,10 @@ def _take_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _queue_lines(requests: BinaryIO) -> "queue.SimpleQueue[bytes | None]":
-    """Queue lines as they arrive; a thread reads them, so that it notices the end while the function runs."""
+    """Return a queue that a thread fills with the lines of `requests`.
+
+    When `requests` ends, the thread ends the process, even while the function runs.
+    """
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -79,10 +83,10 @@ def _queue_lines(requests: BinaryIO) -> "queue.SimpleQueue[bytes | None]":
 
 
 def _end_group() -> None:
-    """End this process and the processes that the function started.
+    """End this process, and if it leads its process group, all processes of the group.
 
-    The service starts this process as the leader of a group. A process started by hand may be in the group of
-    a shell, which must stay.
+    The service starts this process as the leader of a group, to which the processes started by the function
+    belong. If this process was started by hand, the group may contain a shell, which must not be killed.
     """
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
@@ -97,7 +101,7 @@ def _write_reply(replies: BinaryIO, message: Mapping[str, Any]) -> None:
 def _answer_request(
     function: RewardFunction, request: Mapping[str, Any], runner: asyncio.Runner, name: str
 ) -> dict[str, Any]:
-    # This watchdog needs no interpreter lock, which an endless regular expression would hold.
+    # This watchdog works even while an endless regular expression holds the interpreter lock.
     faulthandler.dump_traceback_later(request["deadline_s"], exit=True)
     try:
         with boundary(f"reward function {name!r}"):
@@ -110,7 +114,7 @@ def _answer_request(
 
 
 def _describe_error(exc: ServiceError, name: str) -> str:
-    """Return a sentence about an error; about an invalid answer, without the exception's name."""
+    """Return a sentence about an error; if the answer was invalid, the exception's name is left out."""
     cause = exc.__cause__
     if isinstance(cause, NoResult):
         return f"reward function {name!r} {cause}"

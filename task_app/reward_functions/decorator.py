@@ -1,4 +1,4 @@
-"""`@reward_function` turns a user's function into a reward function, and checks it and its answers."""
+"""`@reward_function` makes a reward function of a user's function, and checks its signature and results."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ _READERS: Mapping[RewardMode, TypeAdapter[Any]] = {
 
 
 class NoResult(TypeError):
-    """The function returned a value that is no result."""
+    """The reward function returned a value that is no `EvaluateResult`, or the wrong number of them."""
 
 
 class UserRewardFunction:
-    """A decorated function: it takes only keyword arguments, and its answers are checked."""
+    """A decorated reward function: accepts only keyword arguments, and checks the results."""
 
     def __init__(self, function: Callable[..., Any], mode: RewardMode) -> None:
         self.__doc__ = function.__doc__
@@ -35,12 +35,14 @@ class UserRewardFunction:
         """Call the function; messages may be given as JSON.
 
         Returns:
-            An EvaluateResult, or in batch mode a list of them; an `async def` returns an awaitable of this.
+            An EvaluateResult, or in batch mode a list of EvaluateResult. If the function is an `async def`,
+            an awaitable of this value.
 
         Raises:
             TypeError: the messages are missing.
-            NoResult: the answer is no result, or in batch mode no list with one for each episode.
-            ValueError: messages or results have wrong fields.
+            NoResult: the function returned no EvaluateResult or dict of its fields; in batch mode, no list
+                with one result for each episode.
+            ValueError: messages have wrong fields, or the function built an EvaluateResult with wrong fields.
         """
         name = EPISODES[self.mode]
         if name not in facts:
@@ -78,17 +80,17 @@ def reward_function(
 def reward_function(
     _func: Callable[..., Any] | None = None, *, mode: RewardMode = "pointwise"
 ) -> UserRewardFunction | Callable[[Callable[..., Any]], UserRewardFunction]:
-    """Make a reward function of a `def` or `async def`; usable with and without parentheses.
+    """Decorate a `def` or `async def` as a reward function; usable with and without parentheses.
 
     Args:
-        mode: a "pointwise" function is called with the `messages` and the `ground_truth` of one episode, a
-            "batch" function with the lists `rollouts_messages` and `ground_truth` of the episodes that wait
-            at the moment: one or more, of any group. `alignment.build_arguments` lists the further arguments,
-            which batch mode gives as lists too.
+        mode: a "pointwise" function is called with the `messages` and the `ground_truth` of one episode. A
+            "batch" function is called with all episodes that wait at the moment: one or more, of any group.
+            Its arguments are lists with one item per episode, such as `rollouts_messages` and `ground_truth`.
+            `alignment.build_arguments` lists the further arguments.
 
     Raises:
-        ValueError: the mode is unknown, or the function takes no **kwargs, so that a new argument would
-            break it.
+        ValueError: the mode is unknown, or the function does not accept **kwargs, so that it would fail if a
+            later version passed a new argument.
     """
     if mode not in EPISODES:
         raise ValueError(f"mode is {mode!r}; known: {', '.join(EPISODES)}")
@@ -103,7 +105,7 @@ def reward_function(
 
 
 def _read_result(answer: Any, prefix: str) -> EvaluateResult:
-    """Return the answer as an EvaluateResult; it may be a dict of its fields."""
+    """Return the answer, an EvaluateResult or a dict of its fields, as an EvaluateResult."""
     if isinstance(answer, EvaluateResult):
         return answer
     if not isinstance(answer, dict):
@@ -115,7 +117,7 @@ def _read_result(answer: Any, prefix: str) -> EvaluateResult:
 
 
 def first_error(exc: ValidationError) -> str:
-    """Return the first of pydantic's errors in one line: `score: Field required`."""
+    """Return the first of pydantic's errors in one line, such as `score: Field required`."""
     error = exc.errors(include_url=False)[0]
     prefix = ".".join(map(str, error["loc"]))
     message = error["msg"].removeprefix("Value error, ")
@@ -123,7 +125,7 @@ def first_error(exc: ValidationError) -> str:
 
 
 def _describe(answer: Any) -> str:
-    """Describe a returned value in an error: its type, and its value if it is a number."""
+    """Return words for a returned value in an error message: its type, and if it is a number, its value."""
     if answer is None:
         return "None"
     kind = type(answer).__name__

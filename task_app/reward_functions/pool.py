@@ -1,4 +1,4 @@
-"""Distributes the episodes of a service over the processes of its reward functions."""
+"""Distributes finished episodes over the processes that run the reward functions of a service."""
 
 import asyncio
 import time
@@ -28,7 +28,10 @@ class _Request:
 
 
 class RewardFunctions:
-    """The reward functions that requests may name; each starts its own processes when it is first called."""
+    """Calls the reward functions that requests name; each function has processes of its own.
+
+    The processes of a function start when it is first called.
+    """
 
     def __init__(self, boards: PlugBoards, settings: Settings) -> None:
         self._boards = boards
@@ -40,7 +43,8 @@ class RewardFunctions:
     ) -> Trajectory:
         """Return the finished episode with the rewards of the named function.
 
-        Cancelling this wait stops the call, unless other episodes share it.
+        If the caller cancels this coroutine, the call of the function is stopped, unless the same call also
+        judges episodes of other callers.
         """
         pool = self._pools.get(name)
         if pool is None:
@@ -62,11 +66,13 @@ class RewardFunctions:
 class RewardPool:
     """Calls one function in up to `max_reward_processes` processes, in the order of the requests.
 
-    When a process is free, a function in batch mode gets all episodes that wait at the moment: one or more,
-    of any group. So a result must not depend on the other episodes of its batch.
+    When a process is free, a function in batch mode gets all episodes that wait at the moment, up to
+    `max_reward_batch`: one or more, of any group. So a result must not depend on the other episodes of its
+    batch.
 
-    A call lasts at most `reward_deadline_s`, plus `reward_start_s` if it starts its process. A failed
-    batch lasts up to three deadlines: for its own call, for further calls to begin, and for the last of them.
+    A call lasts at most `reward_deadline_s`, plus `reward_start_s` if its process must be started. A failed
+    batch lasts up to three deadlines: one for its own call, one in which calls for single episodes begin, and
+    one for the last of these calls.
     """
 
     name: str
@@ -88,7 +94,7 @@ class RewardPool:
         return await request.result
 
     async def close(self) -> None:
-        """End all processes; their running calls raise an error."""
+        """End all processes; each waiting or running `judge` raises CriticalError."""
         for request in self._queue:
             self._fail_request(request)
         self._queue.clear()
@@ -100,8 +106,8 @@ class RewardPool:
 
     def _start_calls(self) -> None:
         while self._idle and (batch := self._take_batch()):
-            process = self._idle.pop()  # the process that was used last, which is running already
-            # A call may serve several rollouts, so its context has none of their ids for the log.
+            process = self._idle.pop()  # the process that was used last, so probably a started one
+            # A call may serve several rollouts, so its empty context gives log lines no rollout's id.
             call = asyncio.get_running_loop().create_task(
                 self._judge_batch(process, batch), context=Context()
             )
@@ -132,17 +138,18 @@ class RewardPool:
     async def _judge_singly(
         self, process: RewardProcess, batch: Sequence[_Request], error: RewardFunctionFailed
     ) -> None:
-        """Judge each episode of a failed batch alone, so that the others can succeed.
+        """Judge each episode of a failed batch alone, so that only the faulty episodes fail.
 
-        A batch that hung is not judged again, because each episode could hang as long. After one more
-        deadline no call begins, and the remaining episodes fail with the error of the batch.
+        If the batch passed its deadline, its episodes are not judged alone, because each of them could take
+        as long. After a further `reward_deadline_s` no call begins. All episodes that are not judged alone
+        fail with the error of the batch.
         """
         until_s = self.clock() + self.settings.reward_deadline_s
         for request in batch:
             if request.result.done():
                 continue
             if len(batch) == 1 or error.code == DEADLINE or self.clock() >= until_s:
-                # Each request gets its own error: the caller writes into it how far its episode got.
+                # Each request needs its own error, because `RewardFunctions.judge` changes the error.
                 request.result.set_exception(RewardFunctionFailed(error.detail, code=error.code))
             else:
                 await self._judge_batch(process, [request])
@@ -159,7 +166,7 @@ class RewardPool:
         self._start_calls()
 
     def _fail_request(self, request: _Request) -> None:
-        """Fail a request without an answer, after an internal error or when the service stops."""
+        """Fail a request that got no result because of an internal error or because the service stops."""
         if not request.result.done():
             request.result.set_exception(CriticalError(f"the call of reward function {self.name!r} ended"))
 
@@ -167,6 +174,6 @@ class RewardPool:
 def _cancel_unwanted(
     call: "asyncio.Task[None]", batch: Sequence[_Request], result: "asyncio.Future[EvaluateResult]"
 ) -> None:
-    """Cancel a call whose requests are all cancelled."""
+    """Cancel a call if all its requests are cancelled; `result` is unused."""
     if all(request.result.cancelled() for request in batch):
         call.cancel()

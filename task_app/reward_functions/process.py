@@ -1,4 +1,4 @@
-"""The service's side of a child process that runs a reward function."""
+"""Starts and asks a child process that runs a reward function; `child` is the program of that process."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from task_app.settings import Settings
 
 # The error code if the function took too long.
 DEADLINE = "reward_function_deadline"
-# The child ends itself at the deadline and writes where it was; otherwise it is killed this much later.
+# At the deadline the child writes its stack trace and ends. If it does not end, it is killed this much later.
 GRACE_S = 1.0
 
 
@@ -30,7 +30,11 @@ class _Reply(Body):
 
 
 class RewardProcess:
-    """A process that is started by the first request, and ended when it does not answer."""
+    """Runs a reward function in a child process, which the first request starts.
+
+    If a request is cancelled or gets no valid answer in time, the process is killed, and the next request
+    starts a new one.
+    """
 
     def __init__(self, name: str, plugin: RewardPlugin, settings: Settings) -> None:
         self._name, self._plugin, self._settings = name, plugin, settings
@@ -38,7 +42,7 @@ class RewardProcess:
         self._output: Output
 
     async def ask(self, episodes: Sequence[Mapping[str, Any]]) -> tuple[EvaluateResult, ...]:
-        """Return the function's results, one for each episode."""
+        """Return the function's results, one for each episode; raise RewardFunctionFailed if it fails."""
         if self._child is not None and self._child.exit_code is not None:
             await self.end()  # the process died since the last request
         deadline_s = self._settings.reward_deadline_s
@@ -86,8 +90,12 @@ class RewardProcess:
     async def _read_reply(
         self, child: Child, timeout_s: float, deadline_s: float, failure: str, *, request: str = ""
     ) -> _Reply:
-        """Write the request, if any, and read the next line of the process."""
-        # Read the clock before the child's watchdog starts, which may reach the deadline first.
+        """Write the request, if it is not empty, and return the next line of the process as a reply.
+
+        Wait at most `timeout_s`. Errors say that the function `failure` within `deadline_s`.
+        """
+        # Read the clock before the child starts its watchdog, so that an exit caused by the watchdog always
+        # counts as an exit after the deadline.
         start_s = time.monotonic()
         if request:
             child.stdin.write(request.encode() + b"\n")

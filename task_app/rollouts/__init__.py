@@ -1,1 +1,1 @@
-"""Rollouts over HTTP: requests become episodes, and their results wait until they are acknowledged."""
+"""Rollouts over HTTP: plays the requested episodes, and stores each result until it is acknowledged."""

@@ -1,6 +1,6 @@
-"""Builds the worker that plays a rollout request, and refuses a faulty request.
+"""Builds the worker that plays the episode of a rollout request, and refuses a faulty request.
 
-This module also takes the snapshots of an episode from which other episodes can start.
+`SnapshotTaker` takes snapshots during an episode, from which other episodes can start.
 """
 
 import asyncio
@@ -46,20 +46,21 @@ Worker = RLRolloutWorker | AgentWorker
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """Builds workers for a service."""
+    """Builds the workers for the rollout requests of a service."""
 
     boards: PlugBoards
     worlds: Worlds
-    """The generated worlds, which siblings share."""
+    """The generated worlds; siblings start from the same world."""
     interactions: Interactions
     captures: Captures
-    """The open captures, through which agents ask their model."""
+    """The open captures, which answer the model calls of agents."""
     spans: Spans
 
     def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> Worker:
-        """Build environment, policy and worker, without making a world or calling a policy.
+        """Build environment, policy and worker, and raise an error if the request is faulty.
 
-        `where` is the body path of the request, with a dot at its end.
+        The world is not generated yet, and the policy is not called. `where` is the path of the request in
+        the body, such as `rollouts.0.`, and begins the paths in error messages.
         """
         env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
         policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
@@ -139,7 +140,7 @@ class Assembly:
     def _find_start(
         self, request: RolloutRequest, env: EnvSpec, context: PolicyContext, *, where: str
     ) -> tuple[int, EpisodeStart]:
-        """Return the seed of the world, and the start of the episode."""
+        """Return the seed of the episode's world, and the start from that seed or from a snapshot."""
         start = request.start
         if start.snapshot is None:
             assert start.seed is not None, "a start has a seed or a snapshot"
@@ -157,10 +158,10 @@ def branch_policies(
     *,
     where: str = "policy.",
 ) -> Callable[[int], AgentPolicy]:
-    """Return a function that makes the policy of an agent's branch from the branch's number.
+    """Return a function that makes the policy of one branch (conversation) of an agent, given its number.
 
-    Each policy has its own conversation at the server, and its own seeds, because an agent that asks the same
-    question twice wants two answers.
+    Each policy has its own conversation at the server and its own seeds, so that an agent that asks the same
+    question in two branches gets two independent answers.
     """
 
     def make_policy(branch: int) -> AgentPolicy:
@@ -178,7 +179,10 @@ def branch_policies(
 def _make_prompts(
     request: RolloutRequest, environment: Environment, interactions: Interactions, *, where: str
 ) -> Prompts:
-    """Return the maker of the environment's prompts, with the interaction that answers the model."""
+    """Return the object that makes the prompts: from each observation, or as a growing conversation.
+
+    In a conversation, the request may name an interaction, which answers the model.
+    """
     interaction = request.interaction
     if not isinstance(environment, ConversationalEnvironment):
         uses = {"interaction": interaction is not None, "multi_turn": request.multi_turn != MultiTurn()}
@@ -215,7 +219,7 @@ def _make_prompts(
 def _open_start_snapshot(
     text: str, env: EnvSpec, boards: PlugBoards, context: PolicyContext, *, where: str
 ) -> EnvironmentSnapshot:
-    """Return the snapshot of a start; refuse one from which this environment cannot continue."""
+    """Return the snapshot in `text`; raise SnapshotRefused if environment `env` cannot continue from it."""
     try:
         data = from_text(text, where=where)
         snapshot = EnvironmentSnapshot.open(data, at_most_bytes=context.settings.max_snapshot_bytes)
@@ -235,7 +239,7 @@ def _open_start_snapshot(
 
 
 def _describe(env: EnvSpec, other: EnvSpec) -> str:
-    """Return the environment's name; if the names are equal, also the settings that differ."""
+    """Return the name of `env`; if `other` has the same name, also the settings of `env` that differ."""
     if env.env_name != other.env_name:
         return f"environment {env.env_name!r}"
     differences = {name: value for name, value in env.config.items() if other.config.get(name) != value}
@@ -244,10 +248,10 @@ def _describe(env: EnvSpec, other: EnvSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaker:
-    """Takes the snapshots of one episode; a `task_app.episode.worker.Keep`."""
+    """Takes the requested snapshots of one episode; the `keep` of its `RLRolloutWorker`."""
 
     turns: frozenset[int]
-    """Decisions before which a snapshot is taken."""
+    """Decisions, from 1, before which a snapshot is taken."""
     spec: EnvSpec
     """The environment's spec with every setting written out."""
     seed: int
@@ -258,12 +262,12 @@ class SnapshotTaker:
     timeout_s: float
     """Time limit of one snapshot."""
     threads: Threads | None
-    """The threads that run `snapshot` of an environment without quick steps."""
+    """The threads that run `snapshot` if the environment's steps are not quick."""
 
     async def __call__(
         self, environment: Environment, steps: Sequence[StepData], past: Sequence[PastDecision]
     ) -> str | None:
-        """Return the environment's snapshot before the next decision; None if none is due."""
+        """Return the environment's snapshot if the next decision is one of `turns`, otherwise None."""
         if len(steps) + 1 not in self.turns:
             return None
         assert isinstance(environment, RestorableEnvironment), "checked when the request was accepted"
@@ -277,7 +281,7 @@ class SnapshotTaker:
         return EnvironmentSnapshot(facts, state).text(at_most_bytes=self.at_most_bytes)
 
     async def _read_state(self, environment: RestorableEnvironment) -> bytes:
-        """Return the environment's state, read in the kind of thread in which its steps run."""
+        """Return the environment's state; read it on the event loop if steps are quick, else in a thread."""
         if steps_quickly(environment):
             with boundary("environment.snapshot"):
                 return environment.snapshot()

@@ -1,6 +1,6 @@
-"""Keeps the state of rollouts, and their results until they are acknowledged; no I/O except log lines.
+"""Stores the state of rollouts, and their results until they are acknowledged; no I/O except log lines.
 
-A result is stored as the JSON that is sent.
+A result is stored as the bytes of JSON that are sent to the client.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ _NAMES = ("rollout_id", "run_id", "iteration", "group_id", "sibling", "attempt")
 
 
 class Fingerprint(NamedTuple):
-    """A digest of a request, and its size in bytes of JSON."""
+    """The digest of a request, and the size of the request in bytes of JSON."""
 
     digest: bytes
     size: int
@@ -51,9 +51,9 @@ class Fingerprint(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One rollout, with its request's fingerprint, names and environment, but never the request's key.
+    """The state of one rollout, its result, and parts of its request; the inference key is not stored.
 
-    `seed` is None for an episode that started at a snapshot. `reason` is the stop reason or failure code.
+    `seed` is None for an episode that starts at a snapshot. `reason` is the stop reason or failure code.
     """
 
     rollout_id: str
@@ -80,7 +80,7 @@ class Record:
 
 
 def cut_page(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> list[Record]:
-    """Return the first records within both bounds; at least one, so that a large record is delivered too."""
+    """Return the first records within both bounds, but at least one, so that a large result is sent too."""
     page: list[Record] = []
     size = 0
     for record in islice(records, at_most):
@@ -92,10 +92,10 @@ def cut_page(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> 
 
 
 class Results:
-    """All records of this instance by id; those with a result also by run and sequence number.
+    """Stores the records of this instance by id, and records with a result also by run and sequence number.
 
-    The sizes of requests and results count as held, because a record keeps the request's environment, which
-    may hold a whole document.
+    The sizes of requests and results are added to `held`. A request counts because its record keeps the
+    environment's config, which may contain a whole document.
     """
 
     def __init__(self, instance_id: str, held: Held) -> None:
@@ -119,7 +119,7 @@ class Results:
         return record
 
     def since(self, run_id: str, sequence: int) -> Iterator[Record]:
-        """Return the results of a run after this sequence number, oldest first."""
+        """Return the ended rollouts of a run with a larger sequence number, oldest first."""
         return (record for number, record in self._results.get(run_id, {}).items() if number > sequence)
 
     def add(self, request: RolloutRequest, fingerprint: Fingerprint) -> Record:
@@ -146,7 +146,7 @@ class Results:
         trajectory: Trajectory | None = None,
         failure: RolloutFailure | None = None,
     ) -> bytes:
-        """Return a `Rollout` of this status as JSON; its failure becomes the record's reason."""
+        """Return a `Rollout` of this status as JSON; a failure's code is stored as the record's reason."""
         if failure is not None:
             record.reason = failure.code
         names = {name: getattr(record, name) for name in _NAMES}
@@ -173,7 +173,7 @@ class Results:
         return self.json(record, "failed", failure=failure)
 
     def end(self, record: Record, status: RolloutStatus, result_json: bytes, *, now_s: float) -> None:
-        """File the result under the next sequence number."""
+        """Store the result of an ended rollout under the next sequence number."""
         self._sequence += 1
         record.status, record.result_json = status, result_json
         record.sequence, record.end_s = self._sequence, now_s
@@ -202,7 +202,7 @@ class Results:
         return RolloutAcked(acked=tuple(acknowledged), unknown=tuple(unknown))
 
     def check_room(self, new: int, settings: Settings) -> None:
-        """Raise CapacityReached if `new` more rollouts are too many, or no more bytes fit."""
+        """Raise CapacityReached if `new` further rollouts are too many, or the limit of bytes is reached."""
         free = settings.max_rollouts_held - len(self)
         if new > free:
             raise CapacityReached(
@@ -213,7 +213,7 @@ class Results:
         self._held.check_room()
 
     def expire(self, *, before_s: float) -> int:
-        """Forget results that were never acknowledged; return their number."""
+        """Forget results from before `before_s` that were never acknowledged; return their number."""
         old = [record for record in self._records.values() if record.has_ended and record.end_s < before_s]
         for record in old:
             self.forget(record)
@@ -223,7 +223,7 @@ class Results:
         return f"{self.instance_id}.{sequence}"
 
     def read_cursor(self, cursor: str | None) -> int:
-        """Return the number in a cursor; 0 without a cursor."""
+        """Return the sequence number in a cursor, 0 for no cursor; raise CursorExpired for a foreign one."""
         if not cursor:
             return 0
         instance_id, _, number = cursor.rpartition(".")
@@ -242,7 +242,11 @@ NewRequest = tuple[int, RolloutRequest, Fingerprint]
 def split_batch(
     batch: RolloutBatch, find: Callable[[str], Record | None]
 ) -> tuple[list[NewRequest], list[str]]:
-    """Return the new requests, each with its index in the batch and its fingerprint, and the known ids."""
+    """Return the new requests, with index in the batch and fingerprint, and the ids of known requests.
+
+    Raises:
+        Conflict: a known id comes with a different request.
+    """
     new: dict[str, NewRequest] = {}
     known: list[str] = []
     for index, request in enumerate(batch.rollouts):
@@ -263,15 +267,15 @@ def split_batch(
 
 
 def take_fingerprint(request: RolloutRequest) -> Fingerprint:
-    """Return the fingerprint of the request without its key, since a retry may carry a new key."""
+    """Return the fingerprint of a request without its inference key, since a retry may send a new key."""
     text = request.model_dump_json().encode()
     return Fingerprint(hashlib.blake2b(text, digest_size=16).digest(), len(text))
 
 
 def _explain_long_prompt(record: Record, sentence: str) -> str:
-    """Return the failure's sentence for a first prompt that is too long; it contains the server's sentence.
+    """Return the failure's `detail` for a first prompt that is too long; it quotes the server's `sentence`.
 
-    The failure's sentence also names the group, whose name ends with the row of the data set.
+    It also names the group, because in a job the group's id ends with the row of the data set.
     """
     start = "a snapshot" if record.seed is None else f"seed {record.seed}"
     group = f" in group {record.group_id!r}" if record.group_id else ""
@@ -284,7 +288,7 @@ def _explain_long_prompt(record: Record, sentence: str) -> str:
 
 
 def build_failure(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:
-    """Make the failure that is recorded for an episode that an error ended."""
+    """Return the failure to record for an episode that the error ended."""
     return RolloutFailure(
         code=exc.code,
         detail=encodable(exc.detail),

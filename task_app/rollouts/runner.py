@@ -1,6 +1,6 @@
-"""Accepts rollouts, plays them with bounded concurrency, and serves their results.
+"""Accepts rollouts, plays them with bounded concurrency, and returns their results to clients.
 
-A rollout that fails is recorded as a failure; the runner continues.
+If a rollout fails, the failure is recorded as its result, and the runner continues.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ MakeContext = Callable[[RolloutRequest], PolicyContext]
 
 
 class RolloutRunner:
-    """Plays at most `settings.max_concurrent_rollouts` at once, in order of acceptance.
+    """Plays accepted rollouts in order, at most `settings.max_concurrent_rollouts` at once.
 
-    `instance_id` identifies this process in every reply; a restart has another one. `on_end` is called with
-    every rollout that ended.
+    `instance_id` identifies this process in every reply; a restarted process has a different one. `on_end` is
+    called with the record of every rollout that ended.
     """
 
     def __init__(
@@ -68,7 +68,11 @@ class RolloutRunner:
         self._is_draining = False
 
     def accept(self, batch: RolloutBatch) -> RolloutsAccepted:
-        """Check the whole batch, then queue new requests; if a plug-in raises, its request fails alone."""
+        """Check the whole batch, then queue the new requests.
+
+        If one request is faulty, the whole batch is refused. If a plug-in raises while a worker is built,
+        only the rollout of that worker fails.
+        """
         self._check_open()
         count, most = len(batch.rollouts), self._settings.max_rollouts_per_request
         if count > most:
@@ -93,7 +97,7 @@ class RolloutRunner:
         )
 
     async def poll(self, run_id: str, cursor: str | None, wait_s: float) -> bytes:
-        """Wait for a result after the cursor; return the first results after it, a `RolloutPage` as JSON."""
+        """Return the first results after the cursor, a `RolloutPage` as JSON; wait up to `wait_s` for one."""
         after = self.results.read_cursor(cursor)
         await self._wait_for_news(run_id, after, wait_s)
         run = self.runs.find(run_id)
@@ -102,7 +106,7 @@ class RolloutRunner:
             at_most=self._settings.max_page_rollouts,
             at_most_bytes=self._settings.max_page_bytes,
         )
-        # The results are JSON already; cursor and instance id need no escaping.
+        # Join the results, which are JSON already; cursor and instance id need no escaping.
         cursor = self.results.cursor(records[-1].sequence if records else after)
         count, instance_id = run.unfinished if run else 0, self.results.instance_id
         tail = f'],"cursor":"{cursor}","unfinished":{count},"instance_id":"{instance_id}"}}'
@@ -113,16 +117,16 @@ class RolloutRunner:
         return self.results.state(self.results.get(rollout_id))
 
     async def cancel(self, rollout_id: str) -> bytes:
-        """End a rollout that still runs or waits; return its state afterwards as JSON."""
+        """Cancel a rollout if it is running or queued; return its state afterwards as JSON."""
         record = self.results.get(rollout_id)
         await self._stop([record])
         return self.results.state(record)
 
     async def play(self, request: RolloutRequest, worker: Worker) -> None:
-        """Play one rollout in its turn with a worker that the caller built, and return when it has ended.
+        """Queue one rollout with a worker that the caller built, and return when the rollout has ended.
 
-        Until then it is listed and can be cancelled like any other; afterwards it is forgotten. Cancelling
-        this call, because its client is gone, cancels the rollout.
+        Until it ends, the rollout is listed and can be cancelled like any other; afterwards it is forgotten.
+        If this coroutine is cancelled because the client disconnected, the rollout is cancelled.
         """
         self._check_open()
         self.runs.check_not_aborted(request.run_id, where="run_id")
@@ -139,7 +143,7 @@ class RolloutRunner:
                 self.results.forget(record)
 
     async def abort(self, run_id: str) -> tuple[RunLife, int]:
-        """End a run's unfinished rollouts and accept no more; return the run and how many were ended."""
+        """Cancel a run's unfinished rollouts and refuse new ones; return the run and the number cancelled."""
         run = self.runs.abort(run_id)
         running = [self.results.get(rollout_id) for rollout_id in self._running]
         queue = [record for record, *_ in self._queue.values()]
@@ -149,42 +153,45 @@ class RolloutRunner:
         return run, len(records)
 
     def is_cut_short(self, run_id: str) -> bool:
-        """Return whether unfinished rollouts of the run end because the service stops, not by an abort."""
+        """Return whether the service is stopping and the run was not aborted.
+
+        Unfinished rollouts of such a run end because of the stop.
+        """
         return self._is_draining and self.runs.get(run_id).aborted_at is None
 
     def unfinished(self) -> dict[str, int]:
         return {"queued": len(self._queue), "running": len(self._running)}
 
     def expire(self) -> None:
-        """Forget old results that were never fetched."""
+        """Forget old results that were never acknowledged, and runs that ended long ago."""
         count = self.results.expire(before_s=time.monotonic() - self._settings.finished_expiry_s)
         if count:
             log.warning("results_expired", count=count)
         self.runs.expire()
 
     def begin_drain(self) -> None:
-        """Start no more rollouts, and cancel those that wait; running rollouts continue."""
+        """Start no more rollouts, and cancel the queued rollouts; running rollouts continue."""
         self._is_draining = True
         for record, *_ in self._queue.values():
             self._cancel_record(record, "the task app stopped before it started")
         self._queue.clear()
 
     async def wait_until_idle(self, within_s: float) -> int:
-        """Wait until nothing runs or the time is over; return how many rollouts ran at the start."""
+        """Wait at most `within_s` for the running rollouts; return how many ran when the wait began."""
         tasks = set(self._running.values())
         if tasks:
             await asyncio.wait(tasks, timeout=within_s)
         return len(tasks)
 
     async def drain(self) -> None:
-        """Cancel all unfinished rollouts and wait for their end, within `settings.drain_s`."""
+        """Cancel all unfinished rollouts, and wait at most `settings.drain_s` until they have ended."""
         self.begin_drain()
         for task in self._running.values():
             task.cancel()
         await self.wait_until_idle(self._settings.drain_s)
 
     async def _wait_for_news(self, run_id: str, after: int, wait_s: float) -> None:
-        """Wait until the run has a result after `after`, has nothing unfinished, or the time is over."""
+        """Wait up to `wait_s` until the run has a result after number `after`, or no unfinished rollout."""
         try:
             async with asyncio.timeout(wait_s):
                 while not any(self.results.since(run_id, after)):
@@ -196,7 +203,7 @@ class RolloutRunner:
             return
 
     async def _stop(self, records: Iterable[Record]) -> None:
-        """Cancel the unfinished rollouts among `records`; wait up to `settings.drain_s` for running ones."""
+        """Cancel the unfinished rollouts among `records`; wait up to `settings.drain_s` until they end."""
         tasks = set()
         for record in records:
             task = self._running.get(record.rollout_id)
@@ -214,7 +221,7 @@ class RolloutRunner:
             raise ShuttingDown("this task app is stopping and takes no more rollouts")
 
     def _build_worker(self, request: RolloutRequest, *, where: str) -> Worker | CriticalError:
-        """Return the worker of a request, or the error of a plug-in that raised while it was built."""
+        """Return the worker of a request, or the error if a plug-in raised while the worker was built."""
         try:
             return self._assembly.worker(request, self._make_context(request), where=where)
         except CriticalError as error:
@@ -226,8 +233,8 @@ class RolloutRunner:
 
     def _enqueue(self, request: RolloutRequest, fingerprint: Fingerprint, worker: Worker) -> Record:
         record = self._add(request, fingerprint)
-        # The rollout later runs in the context of its own request, not of the task that starts it: the
-        # context says to which request its session's changes belong.
+        # Copy the context of this request, because another task may start the rollout later, and the context
+        # tells to which request the changes of the rollout's session belong.
         self._queue[request.rollout_id] = (record, worker, copy_context())
         return record
 
@@ -240,7 +247,7 @@ class RolloutRunner:
             task.add_done_callback(partial(self._finish_task, record, worker))
 
     async def _run(self, record: Record, worker: Worker) -> tuple[RolloutStatus, bytes]:
-        # The context may hold the log ids of the request or rollout that started this task.
+        # The context may contain log ids of the HTTP request that queued this rollout.
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(run_id=record.run_id, rollout_id=record.rollout_id)
         try:
@@ -260,26 +267,26 @@ class RolloutRunner:
     def _finish_task(
         self, record: Record, worker: Worker, task: asyncio.Task[tuple[RolloutStatus, bytes]]
     ) -> None:
-        """File a rollout whose task has ended, in whatever way, and start the next one."""
+        """Record the result of a rollout whose task returned, raised or was cancelled; start the next one."""
         del self._running[record.rollout_id]
         if not self._is_draining:
             self._start_next()
         if task.cancelled():
             self._cancel_record(record, "cancelled while it ran", decisions_done=worker.decisions_done)
         elif task.exception() is not None:
-            # Even an error of this file ends the rollout, because the trainer waits until every rollout ends.
+            # Record a result even after an error in this file, because the trainer waits for every rollout.
             failure = RolloutFailure(
                 code="internal_error", detail="an error inside the task app; see its log"
             )
             self._file(record, "failed", self.results.json(record, "failed", failure=failure))
-            # Logged last, because writing to a closed stderr raises too.
+            # Log after the result is recorded, because writing to a closed stderr raises.
             ids = {"run_id": record.run_id, "rollout_id": record.rollout_id}
             log.error("rollout_broken", **ids, exc_info=task.exception())
         else:
             self._file(record, *task.result())
 
     def _file(self, record: Record, status: RolloutStatus, result_json: bytes) -> None:
-        """End a rollout; every rollout ends here."""
+        """Store the result of a rollout, count its end in the run, and notify those that wait for it."""
         self.results.end(record, status, result_json, now_s=time.monotonic())
         self.runs.end_rollout(record.run_id, status)
         self._on_end(record)

@@ -1,7 +1,7 @@
-"""Keeps the state of runs (a run is all rollouts of one run_id), and which were aborted; no I/O.
+"""Stores the state of runs, including which were aborted; a run is all rollouts of one run_id. No I/O.
 
-A run begins with its first rollout, or with an earlier abort. An aborted run stays aborted: its unfinished
-rollouts end, and none starts under its id until it is forgotten, `idle_s` after its last event.
+A run begins with its first rollout, or with an abort before that. After an abort, the unfinished rollouts of
+the run end, and no rollout starts under its id until the run is forgotten, `idle_s` after its last event.
 """
 
 import asyncio
@@ -24,9 +24,10 @@ class RunAborted(Conflict):
 
 @dataclass(slots=True)
 class RunLife:
-    """One run. `ended_counts` counts its ended rollouts by status, `stopped` those that an abort ended.
+    """The state of one run.
 
-    Whenever a rollout ends, `change` is set and replaced, so a waiting request need not poll.
+    `ended_counts` contains the number of ended rollouts by status, and `stopped` the number that an abort
+    ended. When a rollout ends, `change` is set and replaced by a new event, which wakes waiting requests.
     """
 
     started_at: datetime | None = None
@@ -40,7 +41,7 @@ class RunLife:
 
     @property
     def status(self) -> RunState:
-        """Return the state: `aborted` only if the abort ended a rollout or came before the first one."""
+        """Return the state; `aborted` only if an abort ended a rollout or came before the first rollout."""
         if self.unfinished:
             return "running"
         if self.aborted_at is not None and (self.started_at is None or self.stopped):
@@ -60,7 +61,7 @@ class RunLife:
 
 
 class Runs:
-    """All runs of this instance, by id.
+    """Stores all runs of this instance, by id.
 
     If a new run would exceed `at_most`, the least recently used run without unfinished rollouts is dropped. A
     run without unfinished rollouts is also dropped after `idle_s`.
@@ -84,7 +85,7 @@ class Runs:
         return self._runs.get(run_id)
 
     def check_not_aborted(self, run_id: str, *, where: str) -> None:
-        """Raise RunAborted if the run was aborted, so that nothing may start under its id."""
+        """Raise RunAborted if the run was aborted, because no rollout may then start under its id."""
         run = self._runs.get(run_id)
         if run is not None and run.aborted_at is not None:
             raise RunAborted(
@@ -109,7 +110,7 @@ class Runs:
         run.change = asyncio.Event()
 
     def abort(self, run_id: str) -> RunLife:
-        """Mark the run as aborted, even if it is not known yet; doing so again changes nothing."""
+        """Mark the run as aborted, even if it is not known yet; a later call keeps the time of the first."""
         run = self._touch(run_id)
         run.aborted_at = run.aborted_at or datetime.now(UTC)
         return run
@@ -123,7 +124,7 @@ class Runs:
         return len(old)
 
     def _touch(self, run_id: str) -> RunLife:
-        """Return the run, made if it is new, and mark it as the one used last."""
+        """Return the run, created if it is new, and mark it as the most recently used run."""
         run = self._runs.pop(run_id, None) or RunLife()
         run.last_use_s = self._clock()
         if len(self._runs) >= self._at_most:

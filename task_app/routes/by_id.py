@@ -1,7 +1,8 @@
-"""The session routes with the id in the path: POST /env/{env_id}/step is POST /env/step, and so on.
+"""Session routes with the id in the path: POST /env/{env_id}/step does the same as POST /env/step, and so on.
 
-The handlers are the same. /env/{env_name}/step and /terminate look alike; the router tells them apart
-by the form of an id. OpenAPI cannot express that, so its document lists only the routes with a name.
+Two more routes, /env/{env_name}/step and /env/{env_name}/terminate, have a name in the same position. The
+router tells an id from a name by the pattern of ids. OpenAPI cannot express such a choice, so /openapi.json
+describes these two paths only with {env_name}.
 """
 
 from typing import Annotated, TypeVar
@@ -38,7 +39,7 @@ M = TypeVar("M", bound=ForeignBody)
 
 
 class Nothing(ForeignBody):
-    """An empty body; the path holds everything."""
+    """An empty body, because the path already names the session."""
 
 
 NoBody = Annotated[Nothing, NULL_IS_EMPTY, Body(default_factory=Nothing)]
@@ -46,7 +47,7 @@ NoBody = Annotated[Nothing, NULL_IS_EMPTY, Body(default_factory=Nothing)]
 
 @router.post("/env/{env_id:env_id}/step", include_in_schema=False)
 async def step_env_by_id(request: Request, env_id: EnvIdInPath, body: steps.EnvDecision) -> Response:
-    """The same as POST /env/step."""
+    """Do the same as POST /env/step."""
     return await steps.step_env(request, _with_id(steps.EnvStep, body, env_id=env_id))
 
 
@@ -56,19 +57,19 @@ async def reset_env_by_id(
     env_id: EnvIdInPath,
     body: Annotated[env.EnvWorld, NULL_IS_EMPTY, Body(default_factory=env.EnvWorld)],
 ) -> Response:
-    """The same as POST /env/reset."""
+    """Do the same as POST /env/reset."""
     return await env.reset_env(request, _with_id(env.EnvReset, body, env_id=env_id))
 
 
 @router.post("/env/{env_id:env_id}/terminate", include_in_schema=False)
 async def terminate_env_by_id(request: Request, env_id: EnvIdInPath, body: NoBody) -> Ok:
-    """The same as POST /env/terminate."""
+    """Do the same as POST /env/terminate."""
     return await env.terminate_env(request, _with_id(env.EnvTerminate, body, env_id=env_id))
 
 
 @router.post("/env/{env_id:env_id}/snapshot", tags=["snapshots"], response_model=snapshots.EnvSnapshotReply)
 async def snapshot_env_by_id(request: Request, env_id: EnvIdInPath, body: NoBody) -> Response:
-    """The same as POST /env/snapshot."""
+    """Do the same as POST /env/snapshot."""
     return await snapshots.snapshot_env(request, _with_id(snapshots.EnvSnapshotRequest, body, env_id=env_id))
 
 
@@ -78,7 +79,7 @@ async def step_policy_by_id(
     policy_id: PolicyIdInPath,
     body: Annotated[policy.PolicyQuestion, NULL_IS_EMPTY, Body(default_factory=policy.PolicyQuestion)],
 ) -> Response:
-    """The same as POST /policy/step."""
+    """Do the same as POST /policy/step."""
     return await policy.step_policy(request, _with_id(policy.PolicyStep, body, policy_id=policy_id))
 
 
@@ -86,7 +87,7 @@ async def step_policy_by_id(
     "/policy/{policy_id:policy_id}/snapshot", tags=["snapshots"], response_model=snapshots.PolicySnapshotReply
 )
 async def snapshot_policy_by_id(request: Request, policy_id: PolicyIdInPath, body: NoBody) -> Response:
-    """The same as POST /policy/snapshot."""
+    """Do the same as POST /policy/snapshot."""
     return await snapshots.snapshot_policy(
         request, _with_id(snapshots.PolicySnapshotRequest, body, policy_id=policy_id)
     )
@@ -94,15 +95,15 @@ async def snapshot_policy_by_id(request: Request, policy_id: PolicyIdInPath, bod
 
 @router.post("/policy/{policy_id:policy_id}/terminate", tags=["policy"])
 async def terminate_policy_by_id(request: Request, policy_id: PolicyIdInPath, body: NoBody) -> Ok:
-    """The same as POST /policy/terminate."""
+    """Do the same as POST /policy/terminate."""
     return await policy.terminate_policy(request, _with_id(policy.PolicyTerminate, body, policy_id=policy_id))
 
 
 def _with_id(model: type[M], body: ForeignBody, **in_path: str) -> M:
-    """Return the body with the id of the path.
+    """Return a `model` with the fields of `body` and the id from the path.
 
     Raises:
-        InvalidRequest: the body holds another id.
+        InvalidRequest: the body contains an id that differs from the id in the path.
     """
     for key, path_value in in_path.items():
         value = (body.model_extra or {}).get(key, path_value)

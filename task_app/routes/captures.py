@@ -32,11 +32,11 @@ from task_app.sessions import idempotency
 
 router = Router(prefix="/captures", tags=["captures"])
 
-# Characters: some clients refuse an answer with a header of 8 KB.
+# Number of characters. Some clients refuse an answer with a header of 8 KB.
 _LONGEST_HEADER = 2_000
 
 CaptureId = Path(min_length=1, max_length=LONGEST_ID)
-# How /openapi.json shows the body of a model call; the dialect's own documents say the rest.
+# The body of a model call in /openapi.json. OpenAI and Anthropic document the fields.
 _BODY: dict[str, Any] = {
     "requestBody": {"content": {"application/json": {"schema": {"type": "object"}}}, "required": True}
 }
@@ -44,8 +44,8 @@ _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 }
 
-# The answers of model calls, with the fields that clients read. They allow further fields, because OpenAI and
-# Anthropic define the dialects.
+# The answers to model calls, with the fields that clients read. The models allow further fields, because
+# OpenAI and Anthropic define the dialects.
 
 
 class ChatMessage(OpenReply):
@@ -67,7 +67,7 @@ class ChatUsage(OpenReply):
 
 
 class ChatCompletion(OpenReply):
-    """OpenAI's answer of Chat Completions."""
+    """An answer of OpenAI's Chat Completions API."""
 
     id: str
     object: str
@@ -106,7 +106,7 @@ class ResponseUsage(OpenReply):
 
 
 class ModelResponse(OpenReply):
-    """OpenAI's answer of Responses."""
+    """An answer of OpenAI's Responses API."""
 
     id: str
     object: str
@@ -118,7 +118,7 @@ class ModelResponse(OpenReply):
 
 
 class InputTokens(OpenReply):
-    """The tokens of a prompt, for OpenAI's clients."""
+    """The number of tokens of a prompt, in the form that OpenAI's clients read."""
 
     object: str
     input_tokens: int
@@ -132,7 +132,7 @@ class OpenAIFault(OpenReply):
 
 
 class OpenAIRefusal(OpenReply):
-    """A refusal as OpenAI's clients read it."""
+    """An error in the form that OpenAI's clients read."""
 
     error: OpenAIFault
 
@@ -155,7 +155,7 @@ class MessageUsage(OpenReply):
 
 
 class AnthropicMessage(OpenReply):
-    """Anthropic's answer of Messages."""
+    """An answer of Anthropic's Messages API."""
 
     id: str
     type: str
@@ -168,7 +168,7 @@ class AnthropicMessage(OpenReply):
 
 
 class MessageTokens(OpenReply):
-    """The tokens of a prompt, for Anthropic's clients."""
+    """The number of tokens of a prompt, in the form that Anthropic's clients read."""
 
     input_tokens: int
 
@@ -179,29 +179,29 @@ class AnthropicFault(OpenReply):
 
 
 class AnthropicRefusal(OpenReply):
-    """A refusal as Anthropic's clients read it."""
+    """An error in the form that Anthropic's clients read."""
 
     type: str
     error: AnthropicFault
 
 
-# Statuses of refusals below a capture's /v1, where 400 takes the place of 409 and 422.
+# Statuses of errors below a capture's /v1, where 400 replaces 409 and 422.
 _STATUSES = (CLIENT_MISTAKE, 401, 404, 405, 408, 413, 424, 428, 429, 500, 502, 503, 504, 507)
 REFUSALS = (OpenAIRefusal, AnthropicRefusal)
 
 
 def _describe_call(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
-    """Return the arguments of a route that reads a model call."""
+    """Return the arguments of the decorator of a route that reads a model call."""
     return {"response_model": reply, "responses": error_responses(_STATUSES, refusal), "openapi_extra": _BODY}
 
 
 def _describe_stream(reply: type[BaseModel], refusal: type[BaseModel]) -> dict[str, Any]:
-    """Return the arguments of a route that reads a model call and may stream its answer."""
+    """Return the arguments of the decorator of a route that reads a model call and may stream the answer."""
     described = _describe_call(reply, refusal)
     return {**described, "responses": _STREAM | described["responses"]}
 
 
-# The headers of a request decide whether its refusal has OpenAI's form or Anthropic's.
+# The headers of a request decide whether an error has OpenAI's form or Anthropic's form.
 _OF_ANY_DIALECT = error_responses(_STATUSES, *REFUSALS)
 
 
@@ -217,7 +217,7 @@ class CaptureOpen(Body):
 
 
 class CaptureOpened(Body):
-    """The URLs at which an agent finds its model, and the key, which opens this capture alone."""
+    """The URLs at which an agent calls its model, and the API key, which is valid for this capture only."""
 
     capture_id: str
     capture_url: str = Field(description="of this capture; also the base URL for Anthropic's clients")
@@ -226,7 +226,7 @@ class CaptureOpened(Body):
 
 
 class CaptureReward(Body):
-    """Body of POST /captures/{capture_id}/rewards; without turn and response_id, it rewards the episode."""
+    """Body of POST /captures/{capture_id}/rewards: it rewards a call, or the episode if it names no call."""
 
     reward: FiniteFloat
     turn: Turn | None = Field(default=None, description="of the call, from 1, in the order of the answers")
@@ -245,7 +245,7 @@ class CaptureRewarded(Body):
 
 
 class CaptureModel(Body):
-    """A model as OpenAI's clients read it, and as Anthropic's do."""
+    """A model, with the fields that OpenAI's clients read and those that Anthropic's clients read."""
 
     id: str
     object: str = "model"
@@ -257,7 +257,7 @@ class CaptureModel(Body):
 
 
 class CaptureModels(Body):
-    """The models of a capture, as OpenAI's clients read them, and as Anthropic's do."""
+    """The models of a capture, with the fields that OpenAI's and Anthropic's clients read."""
 
     object: str = "list"
     data: list[CaptureModel]
@@ -267,7 +267,10 @@ class CaptureModels(Body):
 
 
 class CaptureState(Body):
-    """A capture; once it has ended with at least one decision, it has a `trajectory`, as a rollout has."""
+    """The state of a capture.
+
+    After the capture has ended with at least one decision, `trajectory` has the form of a rollout's.
+    """
 
     capture_id: str
     status: str = Field(description="open, ended or failed")
@@ -278,7 +281,7 @@ class CaptureState(Body):
 
 @router.post("")
 async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
-    """Open a capture for an agent that runs anywhere."""
+    """Open a capture, to whose `base_url` an agent on any machine can send its model calls."""
     services = get_services(request)
     context = services.policy_context(inference_key=body.policy.inference_key, seed=body.policy.seed)
     make_policy = branch_policies(services.boards, body.policy.policy_name, body.policy.config, context)
@@ -299,7 +302,7 @@ async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
 
 @router.get("/{capture_id}")
 async def show_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
-    """Return the number of calls so far and, after the end, the trajectory."""
+    """Return the number of calls so far and, after the end of the capture, its trajectory."""
     return _show_state(_find_capture(request, capture_id))
 
 
@@ -307,7 +310,7 @@ async def show_capture(request: Request, capture_id: str = CaptureId) -> Capture
 async def reward_capture(
     request: Request, body: CaptureReward, capture_id: str = CaptureId
 ) -> CaptureRewarded:
-    """Reward a call or the episode, once each."""
+    """Reward a call or the episode; each can be rewarded only once."""
     capture = _find_capture(request, capture_id)
     turn = capture.reward(body.reward, turn=body.turn, response_id=body.response_id)
     return CaptureRewarded(turn=turn, reward=body.reward)
@@ -315,7 +318,7 @@ async def reward_capture(
 
 @router.post("/{capture_id}/end")
 async def end_capture(request: Request, capture_id: str = CaptureId) -> CaptureState:
-    """End the episode; repeating this changes nothing."""
+    """End the episode and return the capture's state; a repeated request changes nothing."""
     capture = _find_capture(request, capture_id)
     capture.end(capture.refused or StopReason.ENVIRONMENT_DONE)
     return _show_state(capture)
@@ -323,7 +326,7 @@ async def end_capture(request: Request, capture_id: str = CaptureId) -> CaptureS
 
 @router.delete("/{capture_id}")
 async def forget_capture(request: Request, capture_id: str = CaptureId) -> Ok:
-    """End the capture, and forget it."""
+    """End the capture and delete it, together with its trajectory."""
     get_services(request).captures.sessions.remove(capture_id, where="capture_id")
     return OK
 
@@ -340,7 +343,7 @@ async def list_capture_models(request: Request, capture_id: str = CaptureId) -> 
 async def show_capture_model(
     request: Request, capture_id: str = CaptureId, name: str = Path(min_length=1)
 ) -> CaptureModel:
-    """Return a model, if the agent may name it."""
+    """Return the model with this name; refuse a name that the agent may not use."""
     _find_capture(request, capture_id).refuse_model(name)
     return CaptureModel(id=name, display_name=name)
 
@@ -365,13 +368,13 @@ async def create_message(request: Request, capture_id: str = CaptureId) -> Respo
 
 @router.post("/{capture_id}/v1/responses/input_tokens", **_describe_call(InputTokens, OpenAIRefusal))
 async def count_response_tokens(request: Request, capture_id: str = CaptureId) -> Response:
-    """Count the tokens of a call's prompt, for OpenAI's clients; no decision is taken."""
+    """Count the tokens of a prompt as OpenAI's API does; the request is not recorded as a decision."""
     return await _count_tokens(request, capture_id, "responses")
 
 
 @router.post("/{capture_id}/v1/messages/count_tokens", **_describe_call(MessageTokens, AnthropicRefusal))
 async def count_message_tokens(request: Request, capture_id: str = CaptureId) -> Response:
-    """Count the tokens of a call's prompt, for Anthropic's clients; no decision is taken."""
+    """Count the tokens of a prompt as Anthropic's API does; the request is not recorded as a decision."""
     return await _count_tokens(request, capture_id, "messages")
 
 
@@ -384,7 +387,10 @@ _COUNTING = frozenset({"responses/input_tokens", "messages/count_tokens"})
 
 
 def find_dialect(path: str, headers: Mapping[bytes, bytes]) -> Dialect:
-    """Return the dialect of a path after /v1/; for any other path, the one that the headers suggest."""
+    """Return the dialect to which `path`, the part after /v1/, belongs.
+
+    For an unknown path, return Anthropic's dialect if the headers contain `anthropic-version`, else OpenAI's.
+    """
     is_anthropic = b"anthropic-version" in headers
     default = "messages" if is_anthropic else "chat/completions"
     return DIALECTS[next((name for name in DIALECTS if path.startswith(name)), default)]
@@ -397,10 +403,11 @@ _ROUTES = {
 
 
 class CallWay:
-    """ASGI middleware that answers model calls without FastAPI, which would take as long as all other work.
+    """ASGI middleware that answers model calls without FastAPI.
 
-    It runs after service_kit.gate, which has read the body. A call has limits of its own instead of the
-    request's deadline. A call with an Idempotency-Key goes through FastAPI.
+    FastAPI would take as long as all other work of a call. The middleware runs after service_kit.gate, which
+    has read the body. The limits of the capture apply to a call, not the general deadline of requests. A call
+    with an Idempotency-Key goes through FastAPI.
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
@@ -409,7 +416,7 @@ class CallWay:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         capture_id, path = _split_call_path(scope)
         if JSON_BODY not in scope or path not in DIALECTS or idempotency.HEADER in dict(scope["headers"]):
-            # The route reads the body again, so this copy would only take memory.
+            # The route parses the body again, so the parsed copy would only take memory.
             scope.pop(JSON_BODY, None)
             await self._app(scope, receive, send)
             return
@@ -420,14 +427,15 @@ class CallWay:
 
 
 def _split_call_path(scope: Scope) -> tuple[str, str]:
-    """Return capture id and dialect from the path of a model call; both are empty for another request."""
+    """Return capture id and path after /v1/ of a POST to a capture; two empty strings for other requests."""
     return split_path(scope) if scope["type"] == "http" and scope["method"] == "POST" else ("", "")
 
 
 def read_body(scope: Scope, body: bytes) -> Any:
-    """Read a body for the gate; that of a model call may hold faulty text of a model (`read_quotation`).
+    """Parse a JSON body for the gate, and return its value.
 
-    For a model call that cannot be read, return an InvalidRequest, which is answered in the call's dialect.
+    A model call may quote faulty text of a model, so `read_quotation` parses its body. If that fails, the
+    InvalidRequest is returned instead of raised, so that the call can be answered in its own dialect.
     """
     path = _split_call_path(scope)[1]
     return _read_call(body) if path in DIALECTS or path in _COUNTING else read_json(body)
@@ -448,7 +456,7 @@ async def _answer_request(request: Request, capture_id: str, path: str) -> Respo
 async def _answer(
     services: Services, capture_id: str, dialect: Dialect, body: Any, receive: Receive
 ) -> Response:
-    """Answer in the dialect of the call; `CallErrors` translates refusals."""
+    """Carry out a model call and answer in its dialect; `CallErrors` later translates errors into it."""
     try:
         call = dialect.read(_check_object(body))
         capture = services.captures.sessions.get(capture_id, where="capture_id")
@@ -458,7 +466,7 @@ async def _answer(
     if answer is None:
         return Response(status_code=499)
     services.metrics.count_dropped_options(answer.dropped)
-    # These are keys of the caller's body, so line breaks are escaped and the length is limited.
+    # The names are keys of the caller's body, so line breaks are escaped and the length is limited.
     ignored = clipped(", ".join(answer.ignored).encode("unicode_escape").decode(), _LONGEST_HEADER)
     headers = {IGNORED_HEADER: ignored} if ignored else {}
     if call.stream:

@@ -1,4 +1,7 @@
-"""/env: environments that the caller steps. Bodies may have more keys, because other projects define them."""
+"""/env: environments that the caller steps.
+
+Bodies may contain further keys, because other projects also define these routes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -56,7 +59,7 @@ class EnvTerminate(ForeignBody):
 
 
 class EnvReplyInfo(Reply):
-    """The seed, the tools, the state keys and the optional abilities of an environment."""
+    """The seed and the tools of an environment, its optional abilities, and the names of its state keys."""
 
     seed: int
     tools: tuple[ToolSpec, ...]
@@ -82,7 +85,7 @@ class ResetReplyInfo(Reply):
 
 
 class EnvResetReply(Reply):
-    """The first observation of the world."""
+    """The first observation after a reset."""
 
     observation: ObservationReply
     info: ResetReplyInfo
@@ -91,7 +94,7 @@ class EnvResetReply(Reply):
 
 @router.post("/create", response_model=EnvCreateReply)
 async def create_env(request: Request, body: EnvCreate) -> Response:
-    """Make an environment and start the world of the seed."""
+    """Create an environment, and reset it with the seed."""
     return ReplyJSON(await create_session(get_services(request), body))
 
 
@@ -135,10 +138,10 @@ async def open_session(
     seed: int,
     rl_run_id: str | None = None,
 ) -> tuple[str, EnvironmentSession]:
-    """Open a session in the world of the seed; return its id and the session.
+    """Create an environment session, and reset it with the seed; return its id and the session.
 
     Raises:
-        CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: no session was made.
+        CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: no session was created.
     """
     services.environments.check_capacity()
     config, switches = take_step_rewards(config, where="config", training=training, rollout=rollout)
@@ -160,7 +163,7 @@ async def open_session(
 
 @router.post("/reset", response_model=EnvResetReply)
 async def reset_env(request: Request, body: EnvReset) -> Response:
-    """Start again, in the same world or in another one."""
+    """Reset the environment, with the seed of the last reset or with another one."""
     session = get_services(request).environments.get(body.env_id, where="env_id")
     observation = await session.reset(session.seed if body.seed is None else body.seed)
     return ReplyJSON(
@@ -170,6 +173,6 @@ async def reset_env(request: Request, body: EnvReset) -> Response:
 
 @router.post("/terminate")
 async def terminate_env(request: Request, body: EnvTerminate) -> Ok:
-    """Forget the environment session."""
+    """Delete the environment session."""
     get_services(request).environments.remove(body.env_id, where="env_id")
     return OK

@@ -1,4 +1,4 @@
-"""/interaction: the operator's interactions, for callers that have an episode loop of their own."""
+"""/interaction: simulated users from the operator's file, for callers that run their own episode loop."""
 
 from dataclasses import asdict
 from typing import Any
@@ -43,14 +43,14 @@ class InteractionRespond(InteractionRequest):
 
 
 class InteractionStartReply(Reply):
-    """A new interaction, by the name that the operator's file gives it."""
+    """The id of a new interaction, and its name in the operator's file."""
 
     interaction_id: str
     name: str
 
 
 class InteractionRespondReply(Reply):
-    """The user's answer, and the score of the assistant's message before it."""
+    """The user's answer to the last assistant message, and the score of that message."""
 
     should_terminate: bool
     response: str
@@ -65,7 +65,7 @@ class InteractionScoreReply(Reply):
 
 @router.post("/start")
 async def start_interaction(request: Request, body: InteractionStart) -> InteractionStartReply:
-    """Begin an episode with an interaction, which is finalised after too long without use."""
+    """Start an interaction for one episode; it is finalised if it stays unused for too long."""
     services = get_services(request)
     sessions = services.interaction_sessions
     sessions.check_capacity()
@@ -99,7 +99,10 @@ async def respond_interaction(request: Request, body: InteractionRespond) -> Res
 
 @router.post("/score")
 async def score_interaction(request: Request, body: InteractionRequest) -> InteractionScoreReply:
-    """Return the current result of calculate_score; /interaction/respond returns the score of an answer."""
+    """Return the current result of the interaction's `calculate_score`.
+
+    The score of a single answer is in the reply of /interaction/respond.
+    """
     session = get_services(request).interaction_sessions.get(body.interaction_id, where="interaction_id")
     async with session.lock:
         return InteractionScoreReply(score=await session.live.score())
@@ -107,7 +110,7 @@ async def score_interaction(request: Request, body: InteractionRequest) -> Inter
 
 @router.post("/finalize")
 async def finalize_interaction(request: Request, body: InteractionRequest) -> Ok:
-    """Release the interaction, after the answer that it is working on."""
+    """Finalise the interaction; if it is working on an answer, wait for that answer first."""
     session = get_services(request).interaction_sessions.remove(body.interaction_id, where="interaction_id")
     await session.live.close()
     return OK

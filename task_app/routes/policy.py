@@ -1,4 +1,7 @@
-"""/policy: policies that the caller asks for decisions, bound to an environment or given observations."""
+"""/policy: policies that the caller asks for decisions.
+
+A bound policy reads its observations from an environment session; an unbound one gets them from the caller.
+"""
 
 import time
 from collections.abc import AsyncIterator
@@ -60,16 +63,16 @@ class PolicyTerminate(ForeignBody):
 
 
 class PolicyCreateReply(Reply):
-    """A new policy, and the environment that it is bound to."""
+    """The id of a new policy, and the id of the environment that it is bound to."""
 
     policy_id: str
     bound_env_id: str | None
 
 
 class PolicyMeta(OpenReply):
-    """Facts about the policy's choice. A policy may add keys, such as those of exact tokens.
+    """Facts about a decision of the policy. A policy may add further keys, such as the exact tokens.
 
-    A dry run makes no choice: it has `messages` and `tools`, and no key about a choice.
+    In a dry run the policy decides nothing: `messages` and `tools` are set, keys about a decision are not.
     """
 
     policy_name: str
@@ -95,9 +98,10 @@ class PolicyStepReply(Reply):
 
 @router.post("/create")
 async def create_policy(request: Request, body: PolicyCreate) -> PolicyCreateReply:
-    """Make a policy; if it is bound to an environment, its switches of decision rewards apply there too.
+    """Create a policy.
 
-    The switches are in `config` or `env.config`, as in a rollout request, or in `training` or `rollout`.
+    The request may switch decision rewards on: in `config` or `env.config`, as in a rollout request, or in
+    `training` or `rollout`. If the policy is bound to an environment, the switches apply to both.
     """
     services = get_services(request)
     services.policies.check_capacity()
@@ -131,7 +135,10 @@ async def create_policy(request: Request, body: PolicyCreate) -> PolicyCreateRep
 
 @router.post("/step", response_model=PolicyStepReply)
 async def step_policy(request: Request, body: PolicyStep) -> Response:
-    """Choose tool calls; `meta.decision_rewards` tells what the last decision in the bound env earned."""
+    """Let the policy choose the tool calls of the next decision.
+
+    If the policy is bound, `meta.decision_rewards` are the rewards of the environment's last decision.
+    """
     services = get_services(request)
     session = services.policies.get(body.policy_id, where="policy_id")
     async with session.lock, _blame_caller(session):
@@ -168,7 +175,7 @@ async def step_policy(request: Request, body: PolicyStep) -> Response:
 
 @router.post("/terminate")
 async def terminate_policy(request: Request, body: PolicyTerminate) -> Ok:
-    """Forget the policy and its reward switches; a bound environment stays."""
+    """Delete the policy and its reward switches; an environment that it is bound to remains."""
     services = get_services(request)
     services.unbind(body.policy_id, services.policies.remove(body.policy_id, where="policy_id"))
     return OK
@@ -176,7 +183,10 @@ async def terminate_policy(request: Request, body: PolicyTerminate) -> Ok:
 
 @asynccontextmanager
 async def _blame_caller(session: PolicySession) -> AsyncIterator[None]:
-    """Report an observation that cannot be read as the caller's mistake, if the caller gave it."""
+    """Raise InvalidRequest instead of CriticalError if the caller's observation could not be read.
+
+    Errors of a bound policy pass unchanged, because its observation comes from the environment.
+    """
     try:
         yield
     except CriticalError as exc:
@@ -192,10 +202,13 @@ async def _blame_caller(session: PolicySession) -> AsyncIterator[None]:
 async def _observe(
     services: Services, session: PolicySession, body: PolicyStep
 ) -> tuple[PolicyObservation, Environment | None, StepMetadata]:
-    """Return the policy's observation, the environment whose tools it has, and the last step's metadata."""
+    """Return what a decision of the policy needs, and the metadata of the bound environment's last decision.
+
+    The first two results are the observation, and the environment whose tools the policy may call.
+    """
     if session.bound_env_id is not None:
         bound = services.environments.get(session.bound_env_id, where="bound_env_id")
-        # The lock keeps out a step in a thread, which would change what is read here.
+        # Without the lock, a step in a thread could change the environment while it is read here.
         async with bound.lock:
             observation = PolicyObservation(bound.prompt(), bound.observation.data)
             return observation, bound.environment, bound.metadata
@@ -226,10 +239,10 @@ def _read_observation(observation: dict[str, Any], environment: Environment | No
 def session_policy(
     services: Services, session: PolicySession, *, inference_key: SecretStr | None, where: str
 ) -> PolicySession:
-    """Return the session's policy, ready to decide; an `inference_key` replaces the one it has.
+    """Give the policy the request's `inference_key`, if there is one, and return the session.
 
     Raises:
-        InferenceKeyNeeded: a restart lost the key, and the request has none.
+        InferenceKeyNeeded: a restart lost the policy's key, and the request contains none.
         InvalidRequest: the policy cannot change its key.
     """
     if inference_key is not None and inference_key != session.spec.inference_key:
@@ -244,7 +257,7 @@ def session_policy(
 
 
 def _give_key(services: Services, session: PolicySession, inference_key: SecretStr, *, where: str) -> None:
-    """Build the policy again with another key, in its current state."""
+    """Replace the session's policy by one with another key, which continues from the same state."""
     if not isinstance(session.policy, RestorablePolicy):
         raise InvalidRequest(
             f"policy {policy_name(session.policy)!r} cannot take another inference_key: "

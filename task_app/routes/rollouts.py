@@ -28,7 +28,7 @@ JSON = "application/json"
 
 @router.post("", status_code=202)
 async def accept_rollouts(request: Request, batch: RolloutBatch) -> RolloutsAccepted:
-    """Queue rollouts; posting the same id with the same body again changes nothing."""
+    """Queue rollouts; posting a rollout again with the same id and the same content changes nothing."""
     services = get_services(request)
     services.captures.address = request.scope.get("server")
     return services.runner.accept(batch)
@@ -41,7 +41,10 @@ async def poll_rollouts(
     cursor: Annotated[str | None, Query(max_length=200)] = None,
     wait_s: Annotated[float, Query(ge=0.0, allow_inf_nan=False)] = 0.0,
 ) -> Response:
-    """Return a run's rollouts that ended after the cursor; wait up to `wait_s` seconds for the first one."""
+    """Return the rollouts of a run that have ended since an earlier reply, which contained `cursor`.
+
+    If there is none, wait up to `wait_s` seconds until one ends.
+    """
     services = get_services(request)
     if wait_s > services.settings.max_wait_s:
         raise InvalidRequest(
@@ -52,19 +55,19 @@ async def poll_rollouts(
 
 @router.post("/ack")
 async def ack_rollouts(request: Request, body: RolloutAck) -> RolloutAcked:
-    """Forget rollouts that the caller has stored."""
+    """Delete ended rollouts whose results the caller has stored."""
     return get_services(request).runner.results.ack(body)
 
 
 @router.get("/{rollout_id:path}", response_model=Rollout)
 async def show_rollout(request: Request, rollout_id: str) -> Response:
-    """Return a rollout; if it has finished, with its trajectory."""
+    """Return the state of a rollout and, if it has finished, its trajectory."""
     return Response(get_services(request).runner.state(rollout_id), media_type=JSON)
 
 
 @router.delete("/{rollout_id:path}", response_model=Rollout)
 async def cancel_rollout(request: Request, rollout_id: str) -> Response:
-    """End an unfinished rollout and return its state; repeating this changes nothing."""
+    """Cancel a rollout that has not ended, and return its state; a repeated request changes nothing."""
     return Response(await get_services(request).runner.cancel(rollout_id), media_type=JSON)
 
 
@@ -76,7 +79,7 @@ class RunAbort(ForeignBody):
 
 
 class RolloutCounts(Reply):
-    """Numbers of a run's rollouts: unfinished, and ended by their status."""
+    """How many rollouts of a run have not ended, and how many have ended with each status."""
 
     unfinished: int
     finished: int
@@ -88,7 +91,7 @@ Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 
 
 class RunReply(Reply):
-    """A run with its counts; times are UTC, or null for an event that has not happened."""
+    """A run and the counts of its rollouts. Times are UTC; null stands for an event that has not happened."""
 
     run_id: str
     status: RunState
@@ -99,7 +102,7 @@ class RunReply(Reply):
 
 
 class RunAbortReply(RunReply):
-    """The run after the abort, and the number of rollouts that it ended."""
+    """The run after an abort; `stopped` is the number of rollouts that the abort ended."""
 
     ok: bool
     stopped: int
@@ -107,9 +110,9 @@ class RunAbortReply(RunReply):
 
 @runs_router.post("/abort", response_model=RunAbortReply)
 async def abort_run(request: Request, body: RunAbort) -> dict[str, Any]:
-    """End the unfinished rollouts of a run, and start nothing more under its id.
+    """End the unfinished rollouts of a run, and refuse to start further rollouts under its id.
 
-    Repeating this changes nothing, and finished rollouts stay finished.
+    Rollouts that have ended keep their results. A repeated request changes nothing.
     """
     run, stopped = await get_services(request).runner.abort(body.run_id)
     return {"ok": True, "run_id": body.run_id, "stopped": stopped, **run.to_json()}
@@ -117,5 +120,8 @@ async def abort_run(request: Request, body: RunAbort) -> dict[str, Any]:
 
 @runs_router.get("/status/{run_id:path}", response_model=RunReply)
 async def show_run(request: Request, run_id: str = Path(min_length=1, max_length=200)) -> dict[str, Any]:
-    """Return the state and the counts of a run: running, completed, failed (none finished), or aborted."""
+    """Return the counts of a run's rollouts, and the run's state: running, completed, failed or aborted.
+
+    A run has failed if all its rollouts have ended, at least one of them failed, and none finished.
+    """
     return {"run_id": run_id, **get_services(request).runner.runs.get(run_id).to_json()}

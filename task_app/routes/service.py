@@ -32,7 +32,7 @@ SeedRange = Annotated[list[int], Field(min_length=2, max_length=2, description="
 
 
 class RootReply(Reply):
-    """The service answers."""
+    """The name of the service, as a sign that it answers."""
 
     status: str
     service: str
@@ -84,7 +84,7 @@ class InferenceInfo(Reply):
 
 
 class Capabilities(Reply):
-    """The optional features of the service, and the names that requests may use."""
+    """The optional features of the service, and the names of plug-ins that requests may use."""
 
     supports_rollout: bool
     supports_env_lifecycle: bool
@@ -103,7 +103,7 @@ Limits = Annotated[
 
 
 class PrefixInfo(Reply):
-    """Environments of another library: how `env_name` names them, and the JSON Schema of their config."""
+    """A library whose environments can be played: the form of their `env_name`, and their config's schema."""
 
     env_name: str
     plays: str
@@ -112,7 +112,7 @@ class PrefixInfo(Reply):
 
 
 class InfoReply(Reply):
-    """The service's plug-ins and limits; `environments` and `policies` hold JSON Schemas of their configs."""
+    """The service's plug-ins and limits; `environments` and `policies` map names to configs' JSON Schemas."""
 
     service: ServiceInfo
     dataset: DatasetInfo
@@ -143,7 +143,7 @@ class TaskInference(Reply):
 
 
 class _AboutTask(Reply):
-    """The facts that all tasks of an environment share."""
+    """The fields that are the same for all tasks of an environment."""
 
     task: TaskName
     environment: str
@@ -169,7 +169,7 @@ class TaskSet(Reply):
 
 
 class TaskSetInfo(_AboutTask):
-    """The set of tasks of an environment."""
+    """The set of an environment's tasks."""
 
     taskset: TaskSet
 
@@ -183,7 +183,7 @@ class TaskMetadata(Reply):
 
 
 class TaskInfo(_AboutTask):
-    """The task of a seed, with the first observation of its world."""
+    """The task of one seed, with the first observation after a reset with this seed."""
 
     observation: TaskObservation
     task_metadata: TaskMetadata
@@ -228,18 +228,22 @@ async def show_metrics(request: Request) -> Response:
 info_router = Router(tags=["info"])
 
 SEED_RANGE = [0, 2**31 - 2]
-# The seed in a query, where every number is text; bodies use shared_schemas.rollouts.Seed.
+# A seed in a query string, where every number is text. Seeds in bodies have the type
+# shared_schemas.rollouts.Seed.
 QuerySeed = Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])]
 
 
 @info_router.get("/info", response_model=InfoReply)
 async def show_info(request: Request) -> Response:
-    """Return the service's plug-ins and limits, in both published shapes."""
+    """Return the service's plug-ins and limits."""
     return _reply_json(_describe_service(get_services(request), request))
 
 
 def _reply_json(content: Any) -> Response:
-    """Write settings of plug-ins as JSON: an infinite default becomes null, lone surrogates are replaced."""
+    """Return a JSON response with settings of plug-ins.
+
+    An infinite default becomes null, because JSON has no infinity, and lone surrogates are replaced.
+    """
     return Response(to_json(encodable_json(content), inf_nan_mode="null"), media_type="application/json")
 
 
@@ -292,7 +296,11 @@ async def show_task_info(
     seeds: Annotated[tuple[QuerySeed, ...], Query()] = (),
     env_name: Annotated[str | None, Query(max_length=200)] = None,
 ) -> Response:
-    """Return the set of tasks; with one `seed` its task, with several (also as `seeds`) a list of tasks."""
+    """Describe the tasks of an environment, or the tasks of given seeds.
+
+    Without a seed, return the task set; with one seed, its task; with several, a list of their tasks. Seeds
+    are given as `seed` or `seeds`, also repeatedly. Without `env_name`, the first environment is described.
+    """
     services = get_services(request)
     seeds_in_order = (*seed, *seeds)
     if len(seeds_in_order) > services.settings.max_seeds_per_request:
@@ -342,7 +350,7 @@ def _list_capabilities(services: Services) -> dict[str, Any]:
 def _describe_tasks(
     services: Services, environment: Environment, tools: Sequence[ToolSpec]
 ) -> dict[str, Any]:
-    """Return the facts that all tasks of an environment share."""
+    """Return the JSON of `_AboutTask`: the fields that are the same for all tasks of an environment."""
     return {
         "task": {"id": environment.name, "name": environment.name, "outcome": environment.outcome_definition},
         "environment": environment.name,
@@ -405,7 +413,7 @@ def _make_gauges(services: Services, sockets: int) -> Iterator[Metric]:
 
 
 def _make_gauge(name: str, sentence: str, counts: Mapping[str, int] | int, *label: str) -> Metric:
-    """Return a gauge with one count, or with a count for each value of its label."""
+    """Return a gauge with a single count, or with one count per value of the label."""
     if isinstance(counts, int):
         return GaugeMetricFamily(name, sentence, counts)
     family = GaugeMetricFamily(name, sentence, labels=label)

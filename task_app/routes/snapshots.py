@@ -1,7 +1,7 @@
-"""Routes that write a session as a snapshot, open a session from a snapshot, and copy live sessions.
+"""Routes that take a snapshot of a session, open a session from a snapshot, and copy live sessions.
 
-The reply holds the snapshot, and the task app keeps it for a while under `snapshot_id`. No snapshot is
-written to disk, so the published `path` is null.
+The reply of a snapshot route contains the snapshot itself. The task app also keeps it for a while in memory,
+under `snapshot_id`. It writes no file, so the field `path`, which other task apps define, is null.
 """
 
 import secrets
@@ -41,7 +41,7 @@ class PolicySnapshotRequest(ForeignBody):
 
 
 class Restore(ForeignBody):
-    """A snapshot by value, or the id of one that is still held here."""
+    """A snapshot as text, or the id of a snapshot that this task app still keeps in memory."""
 
     snapshot: str | None = Field(
         default=None, description="from the reply of /env/snapshot or /policy/snapshot"
@@ -57,7 +57,7 @@ class PolicyRestore(Restore):
 
 
 class SnapshotReply(Reply):
-    """A snapshot by value, and the id under which it is held here for a while."""
+    """A snapshot as text, and the id under which this task app keeps it in memory for a while."""
 
     snapshot_id: str | None = Field(description="null: it is too large to be held")
     snapshot: str
@@ -96,7 +96,7 @@ class EnvRestoreInfo(Reply):
 
 
 class EnvRestoreReply(Reply):
-    """A new environment in the state of the snapshot; `metadata` is that of its last decision."""
+    """A new environment in the state of the snapshot; `metadata` belongs to the last decision before it."""
 
     env_id: str
     observation: ObservationReply
@@ -106,14 +106,14 @@ class EnvRestoreReply(Reply):
 
 
 class PolicyRestoreReply(PolicyCreateReply):
-    """A new policy in the state of the snapshot, which had taken `turn` decisions."""
+    """A new policy in the state of the snapshot; it had made `turn` decisions when the snapshot was taken."""
 
     turn: int
 
 
 @router.post("/env/snapshot", response_model=EnvSnapshotReply)
 async def snapshot_env(request: Request, body: EnvSnapshotRequest) -> Response:
-    """Take a snapshot of the whole session, which stays unchanged."""
+    """Take a snapshot of an environment session, without changing the session."""
     services = get_services(request)
     session = services.environments.get(body.env_id, where="env_id")
     async with session.lock:
@@ -128,7 +128,10 @@ async def snapshot_env(request: Request, body: EnvSnapshotRequest) -> Response:
 
 @router.post("/env/restore", response_model=EnvRestoreReply)
 async def restore_env(request: Request, body: Restore) -> Response:
-    """Open a session that continues from the snapshot: equal calls give equal observations and rewards."""
+    """Open an environment session that continues from the snapshot.
+
+    The same tool calls give the same observations and rewards as in the original session.
+    """
     services = get_services(request)
     services.environments.check_capacity()
     data = _read_snapshot(services, body)
@@ -149,7 +152,7 @@ async def restore_env(request: Request, body: Restore) -> Response:
 
 @router.post("/policy/snapshot", response_model=PolicySnapshotReply)
 async def snapshot_policy(request: Request, body: PolicySnapshotRequest) -> Response:
-    """Take a snapshot of the policy: its generator, memory and count of decisions, but no inference_key."""
+    """Take a snapshot of a policy: its random generator, memory and number of decisions, but no API key."""
     services = get_services(request)
     session = services.policies.get(body.policy_id, where="policy_id")
     async with session.lock:
@@ -162,7 +165,10 @@ async def snapshot_policy(request: Request, body: PolicySnapshotRequest) -> Resp
 
 @router.post("/policy/restore")
 async def restore_policy(request: Request, body: PolicyRestore) -> PolicyRestoreReply:
-    """Make a policy that continues from the snapshot, bound as before or to `bound_env_id`."""
+    """Create a policy that continues from the snapshot.
+
+    The policy is bound to `bound_env_id`, by default to the environment of the original policy, if any.
+    """
     services = get_services(request)
     services.policies.check_capacity()
     data = _read_snapshot(services, body)
@@ -177,11 +183,14 @@ async def restore_policy(request: Request, body: PolicyRestore) -> PolicyRestore
 def add_policy(
     services: Services, session: PolicySession, *, bound_env_id: str | None, switches: StepRewards | None
 ) -> str:
-    """Add a restored policy; bind it to the environment, to which its reward switches then apply too.
+    """Add a restored policy under a new id, and return the id.
+
+    If `bound_env_id` is given, bind the policy to that environment. The policy's reward switches then apply
+    to the environment too.
 
     Raises:
-        UnknownId: the environment does not exist here.
-        InvalidRequest: the environment has other switches.
+        UnknownId: this task app has no such environment.
+        InvalidRequest: the environment's reward switches differ from the policy's.
     """
     if bound_env_id is None:
         return services.policies.add(session)
@@ -201,7 +210,7 @@ def add_policy(
 def _reply_snapshot(
     services: Services, data: bytes, *, rl_run_id: str | None, more: dict[str, Any]
 ) -> Response:
-    """Store the snapshot under a new id, and reply with both."""
+    """Keep the snapshot in memory under a new id, and return a response with the snapshot and its id."""
     snapshot_id = f"snapshot_{secrets.token_hex(8)}"
     is_held = services.snapshots.put(snapshot_id, data)
     answer = {
@@ -240,7 +249,7 @@ class Branch(ForeignBody):
 
 
 class BranchReply(Reply):
-    """The ids of the copies, by the id of the session that was copied."""
+    """Maps the id of each copied session to the ids of its copies."""
 
     env_branches: Children
     policy_branches: Children
@@ -248,16 +257,16 @@ class BranchReply(Reply):
 
 @router.post("/branch")
 async def branch_sessions(request: Request, body: Branch) -> BranchReply:
-    """Copy sessions `num_children` times: all of them, or none.
+    """Make `num_children` copies of each session. If one copy fails, no session is copied.
 
-    If a policy's environment is copied too, each copy of the policy is bound to one copy of the environment;
-    otherwise all copies of the policy are bound to its own environment.
+    If the request also copies the environment that a policy is bound to, each copy of the policy is bound to
+    another copy of the environment. Otherwise all copies are bound to the original environment.
     """
     services = get_services(request)
     _check_branch(services, body)
     environments = [await _copy_environment(services, env_id, body.num_children) for env_id in body.env_ids]
     policies = [await _copy_policy(services, policy_id, body.num_children) for policy_id in body.policy_ids]
-    # Other requests ran during the copying. From here on nothing awaits, so the check holds to the end.
+    # Other requests may have run during the copying. No code awaits from here on, so this check stays valid.
     _check_branch(services, body)
     children: dict[str, Children] = {"env_branches": {}, "policy_branches": {}}
     try:
@@ -273,7 +282,7 @@ async def branch_sessions(request: Request, body: Branch) -> BranchReply:
             for copy, target in zip(copies, targets, strict=False):
                 ids.append(add_policy(services, copy, bound_env_id=target, switches=parent.switches))
     except TaskAppError:
-        # The journal refused a copy, so the other copies are removed too.
+        # The journal could not store a copy, so the copies that are already added are removed.
         for policy_id in chain(*children["policy_branches"].values()):
             services.unbind(policy_id, services.policies.remove(policy_id, where="policy_ids"))
         for env_id in chain(*children["env_branches"].values()):
@@ -313,7 +322,7 @@ async def _copy_environment(services: Services, env_id: str, count: int) -> list
     session = services.environments.get(env_id, where="env_ids")
     async with session.lock:
         snapshot = EnvironmentSnapshot.take(session, services.boards, where="env_ids")
-    # One thread makes all copies, because a copy of Crafter takes only a third of a millisecond.
+    # One thread makes all copies, because copying a Crafter environment takes only a third of a millisecond.
     return await services.threads.run(
         "environment.restore", lambda: [snapshot.session(services.boards) for _ in range(count)]
     )

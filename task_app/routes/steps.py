@@ -1,6 +1,6 @@
 """POST /env/step and /env/step_many: decisions in environments that callers step.
 
-Plain requests to /env/step are answered without FastAPI (`answer_at_once`).
+`answer_at_once` answers simple requests to /env/step without FastAPI.
 """
 
 import asyncio
@@ -49,20 +49,20 @@ class EnvStep(EnvDecision):
 
 
 class EnvStepMany(Body):
-    """Decisions of one or many environments, carried out in this order."""
+    """Decisions in one or several environments, which are carried out in this order."""
 
     steps: tuple[EnvStep, ...] = Field(min_length=1)
 
 
 class StepResult(EnvStepReply):
-    """A decision that was carried out."""
+    """The result of a decision that was carried out."""
 
     env_id: str
     status: int
 
 
 class StepRefusal(Reply):
-    """A decision that was refused, and took no step."""
+    """The reason why a decision was refused; the environment did not step."""
 
     env_id: str
     status: int
@@ -70,14 +70,17 @@ class StepRefusal(Reply):
 
 
 class EnvStepManyReply(Reply):
-    """The result of each decision, in their order."""
+    """The results of the decisions, in the order of the request."""
 
     results: tuple[StepResult | StepRefusal, ...]
 
 
 @router.post("/step", response_model=EnvStepReply)
 async def step_env(request: Request, body: EnvStep) -> Response:
-    """Carry out the calls of one decision; a refused call runs one noop, and `info` says why."""
+    """Carry out the tool calls of one decision.
+
+    If the environment refuses a call, one env step without effect runs; `info.invalid_reason` says why.
+    """
     services = get_services(request)
     session = services.environments.get(body.env_id, where="env_id")
     return ReplyJSON(await decide(services, session, body.tool_calls))
@@ -87,8 +90,9 @@ async def step_env(request: Request, body: EnvStep) -> Response:
 async def step_many(request: Request, body: EnvStepMany) -> Response:
     """Carry out many decisions in order.
 
-    Each has its own result: `{"status": 200, ...}` as from /env/step, or `{"status": 4xx, "problem": ...}`; a
-    refused decision takes no step and stops none of the others.
+    The result of a decision is `{"status": 200, ...}` with the fields of /env/step. If the decision was
+    refused, it is `{"status": 4xx, "problem": ...}`: the environment did not step, and the next decisions
+    are still carried out.
     """
     services = get_services(request)
     count, most = len(body.steps), services.settings.max_steps_per_request
@@ -115,7 +119,8 @@ async def decide(
     """Carry out one decision of a session, and return the reply of /env/step.
 
     Raises:
-        InvalidRequest: too many calls, or one that names no tool; `where` begins the body path.
+        InvalidRequest: there are too many calls, or a call contains no tool name. The error's place in the
+            request body begins with `where`.
         EpisodeOver: the episode has ended.
     """
     requests = read_calls(
@@ -125,7 +130,7 @@ async def decide(
 
 
 async def _decide_item(services: Services, one: EnvStep, index: int) -> tuple[bytes, int]:
-    """Carry out one decision of a batch; return its result or problem as JSON, and its env steps."""
+    """Carry out one decision of a batch; return its result or problem as JSON, and its count of env steps."""
     where = f"steps.{index}."
     try:
         # The boundary keeps an error in this decision from losing the results of the others.
@@ -150,11 +155,11 @@ JSON = (b"content-type", b"application/json")
 def answer_at_once(
     services: Services, read: Callable[[Scope, bytes], Any], scope: Scope, body: bytes
 ) -> PlainReply | None:
-    """Answer a plain POST /env/step without FastAPI, which takes as long as a step; return None for others.
+    """Answer a simple POST /env/step without FastAPI, which would take as long as the step itself.
 
-    A request is plain if it has no Idempotency-Key, its session is free, and the environment promises quick
-    steps: then it needs no deadline, lock, thread or stored answer. All other requests, and faulty bodies, go
-    to the route. `read` is the gate's `plain_value`.
+    Return None if FastAPI's route must answer the request: it has an Idempotency-Key, its body needs
+    validation, its session is in use, or the environment does not promise quick steps. All other requests
+    need no deadline, lock, thread or stored answer. `read` is the gate's `plain_value`.
     """
     if any([name == idempotency.HEADER for name, _ in scope["headers"]]):
         return None
@@ -176,7 +181,7 @@ def answer_at_once(
 
 
 def _plain_body(body: Any) -> tuple[str, list[dict[str, Any]]] | None:
-    """Return env_id and tool_calls of a plain `EnvStep`; None if the body needs validation."""
+    """Return `env_id` and `tool_calls` of a valid `EnvStep`; None if the body needs FastAPI's validation."""
     if type(body) is not dict or body.keys() != KEYS:
         return None
     env_id, calls = body["env_id"], body["tool_calls"]

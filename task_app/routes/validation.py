@@ -1,4 +1,4 @@
-"""Answers requests whose body, query or path does not fit the route; the problem names the place."""
+"""Answers requests whose body, query or path fails validation; the reply names the faulty field."""
 
 from types import GenericAlias
 from typing import Any, get_args
@@ -16,7 +16,7 @@ from task_app.routes.wire import MISSPELT
 
 
 async def validation_response(request: Request, exc: Exception) -> Response:
-    """Answer a request that fails FastAPI's validation."""
+    """Return the problem+json reply to a request that fails FastAPI's validation."""
     assert isinstance(exc, RequestValidationError)
     error = dict(most_specific(exc.errors()))
     place = error["loc"]
@@ -32,7 +32,7 @@ async def validation_response(request: Request, exc: Exception) -> Response:
 
 
 def _find_model(request: Request, place: tuple[Any, ...]) -> type[BaseModel] | None:
-    """Return the model, of the body or of a part of it, that holds the key at `place`."""
+    """Return the pydantic model that defines the key at `place`: the body's, or that of a nested object."""
     route = request.scope.get("route")
     body = route.body_field if isinstance(route, APIRoute) else None
     model = _model_in(body.field_info.annotation) if body is not None else None
@@ -43,7 +43,10 @@ def _find_model(request: Request, place: tuple[Any, ...]) -> type[BaseModel] | N
 
 
 def _suggest_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str | None:
-    """Return where a misplaced key belongs: a published name of a rollout request, or a key of a part."""
+    """Return the path at which a misplaced key belongs; None if there is no such path.
+
+    The key may be a published name of a rollout request, or a key of an object inside the model.
+    """
     if model is None:
         return None
     name = str(place[-1])
@@ -54,7 +57,7 @@ def _suggest_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model in `M`, `M | None` or `tuple[M, ...]`."""
+    """Return the pydantic model M of an annotation `M`, `M | None` or `tuple[M, ...]`; else None."""
     if isinstance(annotation, type) and not isinstance(annotation, GenericAlias):
         return annotation if issubclass(annotation, BaseModel) else None
     return next((model for model in map(_model_in, get_args(annotation)) if model is not None), None)

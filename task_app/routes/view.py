@@ -1,7 +1,7 @@
-"""Pictures for people: an environment now (GET /env/{env_id}/view), and a rollout that is played again.
+"""Pictures for people: the current state of an environment (GET /env/{env_id}/view), and replays of rollouts.
 
-The page is one file and loads no other scripts or styles. It fetches itself every second, and gets 304 if
-nothing has happened. Watching an environment does not count as its use.
+The page is one file and loads no other scripts or styles. It fetches itself every second. If the environment
+has not changed, the answer is 304, which does not count as use of the session.
 """
 
 import base64
@@ -38,7 +38,7 @@ _PAGE = files("task_app.routes").joinpath("view.html").read_text(encoding="utf-8
 
 
 def _make_security_policy(page: str) -> str:
-    """Return a Content-Security-Policy that lets the page's own script and style run, and nothing else."""
+    """Return a Content-Security-Policy that allows only the script and the style which the page contains."""
     sources = {}
     for tag in ("script", "style"):
         (inside,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S)
@@ -66,7 +66,10 @@ HEADERS = {
 async def show_env_page(
     request: Request, env_id: Annotated[str, Path(min_length=1, max_length=200)]
 ) -> Response:
-    """Return a page with picture, text, facts and last decisions; browsers send the API key as a password."""
+    """Return a page that shows the environment: picture, text, facts and last decisions.
+
+    The browser asks for a name and a password; the password is the API key.
+    """
     services = get_services(request)
     session = services.environments.find(env_id)
     if session is None:
@@ -83,7 +86,7 @@ async def show_env_page(
 
 
 def _make_tag(env_id: str, session: EnvironmentSession) -> str:
-    """Return an ETag that changes whenever the page changes."""
+    """Return an ETag of the page, made of the session's state that the page shows."""
     content = (
         f"{env_id}/{session.seed}/{session.turn}/{session.step_idx}/{session.over}/{session.observation.text}"
     )
@@ -91,7 +94,10 @@ def _make_tag(env_id: str, session: EnvironmentSession) -> str:
 
 
 async def _draw_frame(threads: Threads, session: EnvironmentSession, width: int, height: int) -> bytes | None:
-    """Return a PNG of the environment; None if it draws none. The caller holds the session's lock."""
+    """Return a PNG of the environment; None if the environment cannot be drawn.
+
+    The caller must hold the session's lock.
+    """
     environment = session.environment
     if not isinstance(environment, Pictured):
         return None
@@ -112,7 +118,7 @@ def _write_main(session: EnvironmentSession, frame: bytes | None) -> Iterator[st
 
 
 def _list_facts(session: EnvironmentSession) -> Iterator[str]:
-    """Yield the session's counts, and the plain numbers and texts in the environment's data."""
+    """Yield HTML list items: the session's counts, and the numbers and strings in the observation's data."""
     counts = session.observation.achievements_counts
     yield _write_fact("decisions", session.turn)
     yield _write_fact("env steps", session.step_idx)
@@ -157,14 +163,14 @@ def _write_row(decision: RecentDecision) -> str:
 
 frames_router = Router(tags=["frames"])
 
-# Below 18 pixels, a cell of Crafter has a side of one pixel, and the items would have none.
+# Below 18 pixels, a cell of Crafter's map would be one pixel wide, and its items would not be visible.
 Side = Annotated[int, Query(ge=18, le=1_024, description="pixels")]
 FrameSeconds = Annotated[float, Query(ge=0.02, le=10.0, allow_inf_nan=False)]
 EVERY = "X-Frames-Every"
 
 _PICTURE = {"schema": {"type": "string", "format": "binary"}}
 _PNG, _GIF = {"image/png": _PICTURE}, {"image/gif": _PICTURE}
-# The answer for a rollout whose own id ends with "/frames".
+# The answer's form for a rollout whose own id ends with "/frames".
 _ROLLOUT = {"application/json": {"schema": {"$ref": "#/components/schemas/Rollout"}}}
 
 
@@ -175,13 +181,13 @@ async def draw_env(
     width: Side = 288,
     height: Side = 288,
 ) -> Response:
-    """Return a PNG of the environment as it is now."""
+    """Return a PNG of the environment's current state."""
     services = get_services(request)
     session = services.environments.get(env_id, where="env_id")
     if not isinstance(session.environment, Pictured):
         hint = f"environment {session.environment.name!r} draws none"
         raise UnknownId("picture of", env_id, where="env_id", hint=hint)
-    # The lock: nothing may step the world while a thread draws it.
+    # The lock keeps other requests from stepping the environment while a thread draws it.
     async with request.app.state.pictures, session.lock:
         picture = await _draw_frame(services.threads, session, width, height)
     return Response(picture, media_type="image/png")
@@ -199,15 +205,16 @@ async def draw_rollout(
     side: Annotated[FrameSide, Query()] = FRAME_SIDE,
     frame_s: FrameSeconds = 0.4,
 ) -> Response:
-    """Return a GIF of a finished rollout, a frame per decision; with `turn`, the PNG after that decision.
+    """Return a GIF of a finished rollout with one frame per decision, or a PNG of the state after `turn`.
 
-    The rollout is played again from its seed and calls, and compared with its record. Episodes longer than
-    `max_frames` show every n-th decision and the last; the header `X-Frames-Every` is n.
+    The rollout is replayed from its seed and its tool calls, and the results are compared with its record. If
+    the GIF would have more than `max_frames` frames, it shows every n-th decision and the last one. The
+    header `X-Frames-Every` contains n.
     """
     services = get_services(request)
     settings, runner = services.settings, services.runner
     if runner.results.find(f"{rollout_id}/frames") is not None:
-        # An id may hold slashes and end like this route; the route of the rollout itself is never reached.
+        # An id may contain slashes and end with "/frames". This route then gets the request for the rollout.
         return Response(runner.state(f"{rollout_id}/frames"), media_type="application/json")
     record = runner.results.get(rollout_id)
 
@@ -229,11 +236,11 @@ async def draw_rollout(
 
 @frames_router.post("/replay")
 async def replay_episode(request: Request, body: ReplayRequest) -> ReplayReply:
-    """Return PNGs and snapshots of the episode that the body records, after each of the named turns.
+    """Replay the episode that the body records; return PNGs and snapshots after the requested turns.
 
-    The episode is played again from its start and calls. 409 `replay_departs`: it differs from the record.
-    404 `no_pictures`: the environment draws none. 422 `not_restorable`: the environment has no snapshots. One
-    request gets at most `max_frames` pictures.
+    The episode is replayed from its start and its tool calls. One request gets at most `max_frames` pictures.
+    Errors: 409 `replay_departs`, if the replay differs from the record; 404 `no_pictures`, if the environment
+    cannot be drawn; 422 `not_restorable`, if it has no snapshots.
     """
     services = get_services(request)
     settings, drawn, kept = services.settings, {*body.frames}, {*body.snapshots}

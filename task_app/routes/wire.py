@@ -1,7 +1,7 @@
-"""Observations and outcomes as routes return them, and the base of bodies whose shape others define.
+"""Replies with observations and outcomes of decisions, and base classes of request bodies.
 
-/openapi.json declares the models of replies. Routes return a Response, which FastAPI does not validate,
-because validation would take longer than a step; tests compare real replies with the document.
+Routes declare the models of their replies for /openapi.json, but return a Response, which FastAPI does not
+validate: validation would take longer than a step. Tests compare real replies with /openapi.json.
 """
 
 import json
@@ -33,25 +33,25 @@ from task_app.sessions.switches import KEY
 
 Result = TypeVar("Result")
 
-# Statuses of errors that a route may answer with.
+# Statuses of the errors with which a route may answer.
 ERRORS = (401, 404, 408, 409, 413, 422, 424, 428, 429, 500, 502, 503, 504, 507)
-# Generated clients name their functions by the operation's id.
+# Each operation's id is the name of its route, because generated clients name their functions by this id.
 Router = partial(
     APIRouter, responses=problem_responses(ERRORS), generate_unique_id_function=attrgetter("name")
 )
 
 
 class ReplyJSON(JSONResponse):
-    """JSON that replaces lone surrogates in a plug-in's text, and refuses NaN."""
+    """A JSON response; lone surrogates in a plug-in's text are replaced, and NaN raises ValueError."""
 
     def render(self, content: Any) -> bytes:
         return reply_body(content)
 
 
 def reply_body(content: Any) -> bytes:
-    """Return the bytes of a ReplyJSON; raises ValueError for a NaN."""
-    # pydantic needs a quarter of json.dumps's time, but it writes NaN as it is, and fails on a lone
-    # surrogate. In both cases json.dumps follows, which refuses the NaN and lets the surrogate be replaced.
+    """Return the JSON bytes of a `ReplyJSON`. Raises ValueError for NaN or infinity."""
+    # pydantic needs a quarter of json.dumps's time, but it writes NaN unchanged and fails on a lone
+    # surrogate. In both cases json.dumps is called, which refuses NaN; encode() then replaces the surrogate.
     with suppress(PydanticSerializationError):
         body = to_json(content, inf_nan_mode="constants")
         if b"NaN" not in body and b"Infinity" not in body:
@@ -61,7 +61,7 @@ def reply_body(content: Any) -> bytes:
 
 
 async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result | None:
-    """Return the result of the work; None if the client disconnects first, which cancels the work."""
+    """Return the result of `work`. If the client disconnects first, cancel the work and return None."""
     try:
         return await gate.while_connected(work, receive)
     except ClientDisconnect:
@@ -69,7 +69,7 @@ async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -
 
 
 class Ok(Reply):
-    """The request was carried out; a request that fails is answered with a problem."""
+    """The reply of a request that was carried out and returns no data."""
 
     ok: bool
 
@@ -78,7 +78,7 @@ OK = Ok(ok=True)
 
 
 class ObservationReply(Reply):
-    """The fields that an observation has in every mode (DESIGN.md 4.2), with its text and data."""
+    """An observation, with the fields that all environments have in common (DESIGN.md 4.2)."""
 
     text: str
     data: dict[str, Any] = Field(description="the environment's own")
@@ -100,7 +100,11 @@ def observation_json(observation: Observation) -> dict[str, Any]:
 
 
 def read_calls(calls: Sequence[Mapping[str, Any]], *, at_most: int, where: str) -> tuple[ToolRequest, ...]:
-    """Return the tool calls of a decision; InvalidRequest for too many, or for a call that names no tool."""
+    """Parse the tool calls of a decision.
+
+    Raises:
+        InvalidRequest: there are too many calls, or a call contains no tool name.
+    """
     if len(calls) > at_most:
         raise InvalidRequest(f"{len(calls)} tool calls in one decision; at most {at_most}", where=where)
     try:
@@ -110,7 +114,7 @@ def read_calls(calls: Sequence[Mapping[str, Any]], *, at_most: int, where: str) 
 
 
 class StepReplyInfo(Reply):
-    """Facts about a decision that no reward depends on."""
+    """Facts about a decision; no reward is computed from them."""
 
     turn: int
     achievements_added: tuple[str, ...]
@@ -120,7 +124,7 @@ class StepReplyInfo(Reply):
 
 
 class EnvStepReply(Reply):
-    """The effects and rewards of a decision; `reward` is the sum of `env_rewards`."""
+    """The observation after a decision, and its rewards; `reward` is the sum of `env_rewards`."""
 
     observation: ObservationReply
     reward: float
@@ -135,7 +139,10 @@ class EnvStepReply(Reply):
 
 
 def step_json(session: EnvironmentSession, before: Observation, outcome: DecisionOutcome) -> dict[str, Any]:
-    """Return the JSON of an `EnvStepReply` for the last decision of the session."""
+    """Return the JSON of an `EnvStepReply` for the session's last decision.
+
+    `before` is the observation before the decision.
+    """
     after, metadata = outcome.observation, session.metadata
     return {
         "observation": observation_json(after),
@@ -158,24 +165,25 @@ def step_json(session: EnvironmentSession, before: Observation, outcome: Decisio
 
 
 MISSPELT = "misspelt_key"
-# Similarity from which a key counts as misspelt: keys of other task apps (`run_id`, ours: `rl_run_id`) pass.
+# Least similarity of difflib at which an unknown key counts as misspelt. Keys of other task apps must stay
+# below it: `run_id` is allowed, although it resembles our `rl_run_id`.
 _CUTOFF = 0.85
 _LONGEST = 40
-# Limit, because each unknown key is compared with all known ones.
+# Limited, because each unknown key is compared with all known keys.
 MOST_UNKNOWN = 100
 
 LONGEST_ID = 200
 
-# Names of switches; a switch has an effect only inside the config.
+# Names of the reward switches; at the top level of a body, a switch would have no effect.
 SWITCHES = frozenset({KEY, *StepRewardKeys.model_fields})
 
 EnvId = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
 
 
 class ForeignBody(OpenBody):
-    """A body whose shape others define: it keeps unknown keys, but refuses misspellings of known ones.
+    """Base class of bodies that other projects define too: unknown keys are kept, misspelt keys are refused.
 
-    Otherwise `{"sed": 7}` would be ignored, and the world of seed 0 would start.
+    If misspellings were allowed, `{"sed": 7}` would start an episode with seed 0.
     """
 
     @model_validator(mode="before")
@@ -203,13 +211,15 @@ class ForeignBody(OpenBody):
         return body
 
 
-# For a body that may be absent. With `| None` instead, generated clients send a body that is no JSON.
+# For a body that may be absent. If its type were `Model | None`, generated clients would send invalid JSON.
 NULL_IS_EMPTY = BeforeValidator(lambda body: {} if body is None else body)
 
 
 class CreateBody(ForeignBody):
-    """The body of a request that creates something; switches of decision rewards stand in `config` or a
-    table."""
+    """Base class of bodies that create an environment or a policy.
+
+    The switches of decision rewards may be in `config`, `training` or `rollout`.
+    """
 
     config: dict[str, Any] = Field(default_factory=dict, description="may hold step_rewards")
     training: StepRewardKeys | None = Field(
@@ -229,7 +239,7 @@ class CreateBody(ForeignBody):
 
 
 class LegacyObservation(ObservationReply):
-    """An observation for older clients, with `inventory` and `position` of its data at the top level."""
+    """An observation for older clients: `inventory` and `player_position` repeat values from `data`."""
 
     inventory: Any = None
     player_position: Any = None

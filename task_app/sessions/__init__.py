@@ -1,1 +1,1 @@
-"""Environments and policies that a client steps itself, and their journal, which survives a kill."""
+"""Environments and policies that clients step, and a journal that restores them after a restart."""

@@ -1,6 +1,6 @@
-"""`Idempotency-Key` as ASGI middleware: a POST with a key is carried out once, and retries get its answer.
+"""ASGI middleware for the header `Idempotency-Key`: a POST is carried out once, and retries get its answer.
 
-It lies between the gate, which lets only clients with an API key pass, and the routes.
+The middleware runs after the gate, which refuses clients without an API key, and before the routes.
 """
 
 import hashlib
@@ -18,15 +18,16 @@ from task_app.sessions.journal import WORK, Answer, Database, RawHeaders, Work
 HEADER = b"idempotency-key"
 LONGEST_KEY = 200
 REPLAY_HEADER = (b"idempotency-replayed", b"true")
-# Requests with these statuses were not carried out and may succeed later, so nothing is stored.
-# 499: the client went away, which cancelled the work.
+# Requests that are answered with these statuses were not carried out and may succeed later, so the answers
+# are not stored. 499: the client disconnected, which cancelled the work.
 REJECTIONS = frozenset({408, 413, 428, 429, 499, 502, 503, 504, 507})
-# Answers of these paths concern this process alone: the next process deletes them, and retries do no harm.
+# The effects of requests to these paths end with the process, so the next process deletes their answers: it
+# may carry out a retry again.
 OF_THIS_PROCESS = ("/rollouts", "/run/")
 
 
 class Once:
-    """Wraps the app; a request without the header passes unchanged."""
+    """The middleware; requests without the header pass unchanged."""
 
     def __init__(self, app: ASGIApp, *, database: Database) -> None:
         self._app = app
@@ -56,7 +57,14 @@ class Once:
             await self._carry_out(work, scope, receive_with_body(body, receive), send)
 
     async def _find_answer(self, key: str, digest: str) -> Answer | None:
-        """Return the stored answer of this request; waits while the first request is still carried out."""
+        """Return the answer to an earlier request with this key, or None if there was none.
+
+        If the earlier request is still being carried out, wait until it is answered.
+
+        Raises:
+            IdempotencyConflict: the earlier request was a different one.
+            JournalFailed: the database could not be read or written.
+        """
         while (work := self._requests.get(key)) is not None:
             _check_same(work.digest, digest)
             if work.is_open:
@@ -70,7 +78,7 @@ class Once:
         return row[1] or _report_lost("the task app was killed before it answered")
 
     def _register_work(self, key: str, digest: str, *, path: str) -> Work:
-        """Register a new key, whose request is carried out now; raises CapacityReached."""
+        """Register a key before its request is carried out. Raises CapacityReached at too many such keys."""
         most = self._database.most
         if len(self._requests) >= most:
             raise CapacityReached(f"{most} requests with an Idempotency-Key are being carried out")
@@ -84,7 +92,8 @@ class Once:
         try:
             await self._app(scope, receive, recorder)
         except BaseException:
-            # How far the request got is unknown, and carrying it out twice would be the worse mistake.
+            # Some effects of the request may exist already. A retry is refused, because carrying the request
+            # out twice would be worse.
             with suppress(JournalFailed):
                 self._store_answer(work, _report_lost("it failed inside the task app"))
             raise
@@ -108,14 +117,14 @@ class Once:
         await _send_answer(answer, send)
 
     def _store_answer(self, work: Work, answer: Answer) -> None:
-        """Store the answer, and wake the retries that wait for it; raises JournalFailed."""
+        """Store the answer, and wake the retries that wait for it. Raises JournalFailed if storing fails."""
         work.answer = answer
         work.done_event.set()
         self._database.write(work)
 
 
 class _Recorder:
-    """Takes the place of `send` and collects the response, which is sent after it is stored."""
+    """Replaces ASGI's `send` and collects the response, so that it is stored before it is sent."""
 
     def __init__(self) -> None:
         self._status = 500
@@ -134,7 +143,8 @@ class _Recorder:
 
 
 def request_digest(method: str, raw_path: bytes, query: bytes, body: bytes) -> str:
-    """Return a digest of everything that makes two requests equal; the parts' lengths separate them."""
+    """Return a digest of the request; two requests are equal if their digests are equal."""
+    # Each part follows its length, so that no two requests give the same bytes.
     parts = (method.encode(), raw_path, query, body)
     data = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     return hashlib.blake2b(data, digest_size=16).hexdigest()
@@ -161,7 +171,7 @@ def _check_same(earlier: str, digest: str) -> None:
 
 
 def _report_lost(reason: str) -> Answer:
-    """Return the reply to a retry whose request may have been carried out, but whose answer is lost."""
+    """Return the reply to a retry if the first request may have been carried out, but its answer is lost."""
     return _make_answer(
         AnswerLost(
             f"the first request with this Idempotency-Key may have been carried out, but {reason}",

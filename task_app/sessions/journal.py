@@ -1,16 +1,18 @@
 """Stores sessions, and the answers for retries, in one SQLite database; --state-dir keeps it on disk.
 
-        sessions   id | facts: JSON | snapshot: the whole session; NULL: reset an environment to facts.seed
+    sessions   id | facts: JSON | snapshot of the session; if NULL, the environment is reset with facts.seed
     steps      session, number | calls: [[tool, arguments as text]] | seen: digest of the decision's outcome
     answers    key | digest of the request | state: open, kept, process | at_s | size | status, headers, body:
                NULL if they are lost
 
-A session is its row and its steps, which are replayed when a task app starts. A policy has no steps.
+A starting task app restores each environment from its snapshot or seed, and then replays its steps. A policy
+is restored from its snapshot alone.
 
-The effects of a request with an Idempotency-Key are written with its answer in one transaction. If the
-process is killed before, no effect remains, and a retry carries the request out. If another request needs
-one of the sessions earlier, the effects so far are written first, and the key gets the state `open`: a retry
-after a kill is then answered with 409 answer_lost.
+The effects of a request with an Idempotency-Key are written together with its answer, in one transaction. If
+the process is killed before the transaction, no effect remains, and a retry carries the request out. Before
+the transaction, another request may need a session that the first request has changed. The changes so far
+are then written early, and the key gets the state `open`: a retry after a kill is answered with
+409 answer_lost.
 
 If a write fails, its statements stay in memory and are written before the session is used again.
 """
@@ -45,7 +47,7 @@ from task_app.threads import Threads
 
 FILE = "sessions.sqlite3"
 FORMAT = 3
-# "TWSN": the command `file` and the next start recognise the database by it.
+# "TWSN". The next process recognises the database by this number, and so can the command `file`.
 APPLICATION_ID = 0x5457534E
 SCHEMA = f"""
 BEGIN;
@@ -67,7 +69,7 @@ Session = EnvironmentSession | PolicySession
 
 
 class Failure(NamedTuple):
-    """How to report a failed write: `what` stands before "the journal cannot be written"."""
+    """How to report a failed write: the error reads "{what} the journal cannot be written"."""
 
     what: str
     hint: str
@@ -83,7 +85,7 @@ CARRIED_OUT = Failure(
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A response as it was sent."""
+    """A stored response, which retries get unchanged."""
 
     status: int
     headers: RawHeaders
@@ -96,10 +98,11 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """The statements of one request that the database does not hold yet: `changes`, by session.
+    """The SQL statements of one request that are not written yet: `changes` maps session ids to them.
 
-    With an Idempotency-Key they are written with the answer; if another request needs a session before, they
-    are written then (`is_partly_written`). `survives` says whether the next process can use the answer.
+    If the request has an Idempotency-Key, its `key`, the statements are written together with the answer. If
+    another request needs one of the sessions earlier, they are written then, and `is_partly_written` is set.
+    `survives` is False for an answer that the next process deletes.
     """
 
     key: str = ""
@@ -119,17 +122,17 @@ class Work:
         return bool(self.changes) or self.is_partly_written
 
 
-# The work of the current request; None without an Idempotency-Key.
+# The work of the current request; None if the request has no Idempotency-Key.
 WORK: ContextVar[Work | None] = ContextVar("work", default=None)
 
 
 class Database:
-    """The connection to the database, which no other process can open at the same time.
+    """The SQLite database of a task app; only one process can open it at a time.
 
     Args:
-        folder: created if missing; None: the database is in memory, for an app without --state-dir.
-        most, most_bytes: number and total bytes of the stored answers; the oldest is dropped first.
-        most_s: how long an answer is stored; answers of an earlier process are stored this long from now on.
+        folder: Where the file is; created if missing. If None, the database is in memory.
+        most, most_bytes: Limits of the number and total bytes of stored answers; the oldest is deleted first.
+        most_s: How long an answer is stored. For answers of an earlier process, the time starts with `open`.
     """
 
     def __init__(
@@ -144,16 +147,16 @@ class Database:
         self.folder = folder
         self.most, self.most_bytes, self._most_s = most, most_bytes, most_s
         self._clock = clock
-        # Requests without an answer, and those whose answer could not be written, by key.
+        # By key: requests that have no answer yet, and requests whose answer could not be written.
         self.requests: dict[str, Work] = {}
         self._connection: sqlite3.Connection | None = None
-        # The unwritten work of each session, which always belongs to a single request.
+        # By session: the work with unwritten changes of the session. At most one request has such changes.
         self._unwritten: dict[str, Work] = {}
         # Work whose write failed.
         self._backlog: list[Work] = []
         # Number of keys in the database, and the bytes of their answers.
         self.totals = (0, 0)
-        # Steps that end in threads write too, not only requests on the event loop.
+        # Threads that carry out steps also write, not only the event loop.
         self._lock = threading.RLock()
 
     @property
@@ -176,13 +179,16 @@ class Database:
         self.totals = self.connection.execute(totals_query).fetchone()
 
     def close(self) -> None:
-        """Let another process use the folder."""
+        """Close the database, so that another process can open it."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def answer(self, key: str) -> tuple[str, Answer | None] | None:
-        """Return digest and answer of the request that came with the key; a lost answer is None."""
+        """Return the digest and the answer of the request with this key, or None if there is no such request.
+
+        The answer is None if it is lost.
+        """
         query = "SELECT digest, status, headers, body FROM answers WHERE key = ? AND at_s >= ?"
         try:
             with self._lock:
@@ -196,16 +202,21 @@ class Database:
         return digest, Answer(status, tuple((name, value) for name, _, value in lines), body)
 
     def ready(self, session_id: str) -> None:
-        """Before a session is used, write another request's changes of it; raises JournalFailed."""
+        """Write the changes that other requests have made to a session; call this before the session is used.
+
+        Raises JournalFailed if the changes cannot be written.
+        """
         with self._lock:
             work = self._unwritten.get(session_id)
             if work is not None and work is not _find_open_work():
                 self.write(work, NOT_CARRIED_OUT)
 
     def record(self, session_id: str, statements: list[Statement], failure: Failure, *, whole: bool) -> None:
-        """Write statements of a session: with the request's answer if it has an Idempotency-Key, else now.
+        """Write statements that store a change of a session.
 
-        If `whole` is true, they replace the unwritten ones. `failure` says how to report a failed write.
+        If the current request has an Idempotency-Key, the statements are written together with its answer,
+        otherwise now. If `whole` is true, they replace the session's unwritten statements. `failure` tells
+        how to report a failed write.
         """
         with self._lock:
             own = _find_open_work()
@@ -221,7 +232,10 @@ class Database:
             del self._unwritten.pop(session_id).changes[session_id]
 
     def write(self, work: Work, failure: Failure = CARRIED_OUT) -> None:
-        """Write a request's effects, its answer and the backlog in one transaction."""
+        """Write a request's changes and answer, and all earlier work whose write failed, in one transaction.
+
+        Raises JournalFailed if the transaction fails; the work is then written by the next call.
+        """
         with self._lock:
             works = list(dict.fromkeys([*self._backlog, work]))
             try:
@@ -255,7 +269,7 @@ class Database:
             raise
 
     def _write_answer(self, work: Work) -> None:
-        """Write the row of the work's key; if it has an answer, first delete old answers to make room."""
+        """Write the row of the work's key; if the work has an answer, first make room for the answer."""
         answer, at_s = work.answer, self._clock()
         self._delete_answer("key = ?", work.key)
         row: tuple[Any, ...] = ("open", at_s, 0, None, None, None)
@@ -270,7 +284,7 @@ class Database:
         self.totals = (self.totals[0] + 1, self.totals[1] + row[2])
 
     def _make_room(self, size: int, at_s: float) -> None:
-        """Delete expired answers, and the oldest until one of `size` bytes fits."""
+        """Delete expired answers, and then the oldest answers until a new answer of `size` bytes fits."""
         oldest = "SELECT rowid, at_s FROM answers WHERE state != 'open' ORDER BY rowid LIMIT 1"
         while (row := self.connection.execute(oldest).fetchone()) is not None:
             fits = self.totals[0] < self.most and self.totals[1] + size <= self.most_bytes
@@ -286,9 +300,10 @@ class Database:
 
 
 class SessionStore:
-    """Stores live sessions and restores them; nothing is stored if the database is in memory.
+    """Stores live sessions in the database, and restores them when a task app starts.
 
-    `snapshot_every` is the number of decisions between two snapshots of a session.
+    If the database is in memory, sessions are not stored. `snapshot_every` is the number of decisions after
+    which a new snapshot replaces the stored steps of an environment session.
     """
 
     def __init__(
@@ -298,7 +313,10 @@ class SessionStore:
         self.snapshot_every, self.max_snapshot_bytes = snapshot_every, max_snapshot_bytes
 
     def add(self, session_id: str, session: Session) -> None:
-        """Write a new session, if it can be restored at all; raises JournalFailed."""
+        """Store a new session and give it a journal, unless it is a policy that cannot be restored.
+
+        Raises JournalFailed if the session cannot be written.
+        """
         can_restore = isinstance(session, EnvironmentSession) or isinstance(session.policy, RestorablePolicy)
         if can_restore and self.database.folder is not None:
             journal = SessionJournal(self, session_id)
@@ -306,7 +324,7 @@ class SessionStore:
             session.journal = journal
 
     def remove(self, session_id: str, session: Session) -> None:
-        """Remove a session that was terminated or has expired."""
+        """Delete a session that was terminated or has expired."""
         journal, session.journal = session.journal, None
         if journal is not None:
             journal.remove()
@@ -314,7 +332,10 @@ class SessionStore:
     async def recover(
         self, threads: Threads, make_context: Callable[[], PolicyContext]
     ) -> tuple[dict[str, EnvironmentSession], dict[str, PolicySession]]:
-        """Restore the sessions of the earlier process; one that cannot be restored is logged and kept."""
+        """Restore the sessions of the earlier process; return environments and policies by id.
+
+        A session that cannot be restored is logged, and stays in the database.
+        """
         policies: dict[str, PolicySession] = {}
         environments: dict[str, EnvironmentSession] = {}
         for session_id, facts, snapshot in self._read_sessions("policy"):
@@ -345,13 +366,13 @@ class SessionStore:
         policy = PolicySnapshot.open(snapshot or b"", at_most_bytes=self.max_snapshot_bytes)
         session = policy.session(self.boards, context)
         session.bound_env_id, session.switches = policy.bound_env_id, policy.step_rewards
-        # The key was only in the earlier process's memory.
+        # The inference_key was only in the memory of the earlier process.
         session.has_lost_key = facts["had_key"]
         session.journal = SessionJournal(self, session_id)
         return session
 
     def _restore_environment(self, facts: dict[str, Any], snapshot: bytes | None) -> EnvironmentSession:
-        """Return the session before its steps; without a snapshot the caller must still reset it."""
+        """Return the session without its steps. If `snapshot` is None, the caller must still reset it."""
         if snapshot is not None:
             environment_snapshot = EnvironmentSnapshot.open(snapshot, at_most_bytes=self.max_snapshot_bytes)
             session = environment_snapshot.session(self.boards)
@@ -364,7 +385,10 @@ class SessionStore:
         return session
 
     async def _replay_steps(self, session_id: str, session: EnvironmentSession) -> int:
-        """Replay the steps of the session; return their number."""
+        """Replay the stored steps of the session, and return their number.
+
+        Raises JournalDamaged if a step has another outcome than before.
+        """
         query = "SELECT calls, seen FROM steps WHERE session = ? ORDER BY number"
         steps = self.database.connection.execute(query, (session_id,)).fetchall()
         for calls, digest in steps:
@@ -379,11 +403,11 @@ class SessionStore:
 
 
 class SessionJournal:
-    """Writes one live session, whose lock the caller holds.
+    """Writes the changes of one live session; the caller must hold the session's lock.
 
-    For a request without an Idempotency-Key, a change survives the process once the method has returned, and
-    a failed write raises JournalFailed. With a key, both happen when the answer is written. `since` is the
-    number of decisions since the last write of the whole session.
+    If the current request has no Idempotency-Key, each method writes at once, and raises JournalFailed if it
+    cannot. Otherwise the change is written together with the request's answer. `since` is the number of
+    decisions since the whole session was last written.
     """
 
     def __init__(self, store: SessionStore, session_id: str, *, since: int = 0) -> None:
@@ -400,16 +424,19 @@ class SessionJournal:
             raise
 
     def ready(self, session: Session) -> None:
-        """Write pending changes before the session is used; raises JournalFailed."""
+        """Write the session's pending changes before it is used. Raises JournalFailed if that fails."""
         self._database.ready(self._id)
 
     def reset(self, session: EnvironmentSession) -> None:
-        """Write a reset of the environment, which replaces the earlier steps."""
+        """Write a reset of the environment, and delete the stored steps."""
         self._since = 0
         self._record(self._write_row(_list_facts(session), None), whole=True, what="the reset was done, but")
 
     def add_step(self, session: EnvironmentSession, requests: Sequence[ToolRequest]) -> None:
-        """Write a decision; an environment without snapshots is replayed from its last reset."""
+        """Write a decision, or instead a snapshot of the whole session if one is due.
+
+        If the environment has no snapshots, all decisions since its last reset stay stored.
+        """
         what = f"decision {session.turn} was taken, but"
         self._since += 1
         is_due = self._since >= self._store.snapshot_every
@@ -421,9 +448,9 @@ class SessionJournal:
             except JournalFailed:
                 raise
             except TaskAppError as exc:
-                # The steps are enough to restore the session, only more slowly.
+                # The session can still be restored from its steps, only more slowly.
                 log.error("journal_not_compacted", session=self._id, reason=exc.detail)
-        # The text of the arguments can always be written; it is parsed again later.
+        # The text of the arguments is stored, because even arguments that are not valid JSON can be written.
         calls = json.dumps([[call.name, call.raw_arguments] for call in requests])
         row = (self._id, session.turn, calls, outcome_digest(session.past[-1].outcome))
         self._record([("INSERT INTO steps VALUES (?, ?, ?, ?)", row)], whole=False, what=what)
@@ -432,7 +459,7 @@ class SessionJournal:
         self._record(self._write_whole(session), whole=True, what=f"decision {session.turn} was made, but")
 
     def remove(self) -> None:
-        """Delete an ended session; if this fails, the next write deletes it."""
+        """Delete an ended session from the database; if this fails, the next write deletes it."""
         tables = ("steps WHERE session", "sessions WHERE id")
         statements: list[Statement] = [(f"DELETE FROM {table} = ?", (self._id,)) for table in tables]
         with suppress(JournalFailed):
@@ -445,7 +472,7 @@ class SessionJournal:
             self._database.record(self._id, statements, failure, whole=whole)
 
     def _write_whole(self, session: Session) -> list[Statement]:
-        """Return the statements that write the whole session."""
+        """Return the SQL statements that write the whole session and delete its steps."""
         at_most = self._store.max_snapshot_bytes
         if isinstance(session, PolicySession):
             had_key = session.has_lost_key or session.spec.inference_key is not None
@@ -464,7 +491,7 @@ class SessionJournal:
 
 
 def _list_facts(session: EnvironmentSession) -> dict[str, Any]:
-    # The policies' own rows hold the switches that the policies set.
+    # Switches that policies have set are stored with the policies.
     own = {name: one for name, one in session.switches.items() if not name.startswith("policy_")}
     return {
         "env": session.spec.model_dump(mode="json"),
@@ -475,7 +502,7 @@ def _list_facts(session: EnvironmentSession) -> dict[str, Any]:
 
 
 def outcome_digest(outcome: DecisionOutcome) -> str:
-    """Return a digest of a decision's outcome, which a replay must reproduce."""
+    """Return a digest of a decision's outcome; a replay of the decision must give the same digest."""
     fields = [outcome.observation.text, list(outcome.env_rewards), outcome.terminated, outcome.truncated]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=8).hexdigest()
 
@@ -488,13 +515,13 @@ def _report_failure(failure: Failure, exc: sqlite3.Error) -> JournalFailed:
 def _find_open_work() -> Work | None:
     """Return the work of the current request, if it has an Idempotency-Key and no answer yet."""
     work = WORK.get()
-    # Code that still runs after the request was answered is no longer part of its work.
+    # Code that still runs after the answer was stored no longer belongs to the request's work.
     return work if work is not None and work.is_open else None
 
 
 @contextmanager
 def _log_refusal(session_id: str) -> Iterator[None]:
-    """Log a session that cannot be restored, and suppress the error."""
+    """Log and suppress an error that occurs while a session is restored."""
     try:
         yield
     except TaskAppError as exc:
@@ -505,7 +532,10 @@ def _log_refusal(session_id: str) -> Iterator[None]:
 
 
 def _open_database(folder: Path) -> sqlite3.Connection:
-    """Open the database of a folder, and keep other processes from opening it."""
+    """Open the database in `folder`, and lock it so that other processes cannot open it.
+
+    Raises SettingsError if the folder or the database cannot be used.
+    """
     path = folder / FILE
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -536,7 +566,7 @@ def _connect(path: str) -> sqlite3.Connection:
 
 
 def _prepare_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that the database is undamaged and has this format; create the tables of a new one."""
+    """Check that the database is undamaged and has the format FORMAT; create the tables if it is new."""
     connection.execute("PRAGMA locking_mode = EXCLUSIVE")
     (application_id,), (version,), (tables,) = (
         connection.execute(query).fetchone()
@@ -553,7 +583,8 @@ def _prepare_tables(connection: sqlite3.Connection, path: Path) -> None:
     if (verdict := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
         raise sqlite3.DatabaseError(verdict)
     connection.execute("PRAGMA journal_mode = WAL")
-    # A kill loses no committed change; a power cut may lose the last seconds, but never the whole file.
+    # If the process is killed, no committed change is lost. A power cut may lose the last seconds, but it
+    # cannot damage the file.
     connection.execute("PRAGMA synchronous = NORMAL")
     if not tables:
         connection.executescript(SCHEMA)

@@ -1,4 +1,4 @@
-"""Holds a limited number of sessions of one kind by id, and forgets each that was idle too long."""
+"""Stores sessions of one kind by id: at most a given number, and none that was idle for too long."""
 
 import asyncio
 import secrets
@@ -13,9 +13,10 @@ from task_app.errors import CapacityReached, SessionBusy, ShuttingDown, UnknownI
 
 
 class SessionLock(asyncio.Lock):
-    """A lock with a bounded wait, so that requests which wait for a hung step get a reply too.
+    """A lock for which `async with` waits at most `at_most_s` seconds, and then raises SessionBusy.
 
-    `on_release` is called whenever the lock becomes free.
+    Without the limit, requests that wait for a hung step would never be answered. `on_release` is called
+    whenever the lock is released.
     """
 
     at_most_s = 30.0
@@ -41,7 +42,7 @@ class SessionLock(asyncio.Lock):
 
 
 class Session(Protocol):
-    """A session with a lock, which a request holds during use and a rollout for its whole episode."""
+    """A session with a lock. A request holds the lock while it uses the session."""
 
     lock: SessionLock
 
@@ -50,15 +51,16 @@ S = TypeVar("S", bound=Session)
 
 
 class Sessions(Generic[S]):
-    """Sessions of one kind by id.
+    """The live sessions of one kind, by id.
 
     Args:
-        kind: names the sessions in ids and errors.
-        idle_s: a session is forgotten after this long without a request.
-        on_add: called with every new or restored session.
-        end_path: path of the route that ends a session; by default /{kind}/terminate.
-        on_new: called with every new session before its id is returned.
-        on_remove: called with every forgotten session.
+        kind: The kind's name, with which ids begin and which errors mention.
+        capacity: Largest number of sessions.
+        idle_s: `expire` removes sessions that were not used for this many seconds.
+        on_add: Called with every new or restored session.
+        end_path: Path of the route that ends a session; by default /{kind}/terminate.
+        on_new: Called with the id and the session, before a new session is added.
+        on_remove: Called with the id and the session, after a session was removed.
     """
 
     def __init__(
@@ -87,7 +89,12 @@ class Sessions(Generic[S]):
         return iter(list(self._sessions.values()))
 
     def check_capacity(self, new: int = 1) -> None:
-        """Raise CapacityReached if `new` more sessions do not fit, ShuttingDown if none is accepted."""
+        """Check that `new` more sessions can be added.
+
+        Raises:
+            CapacityReached: there would be more than `capacity` sessions.
+            ShuttingDown: the task app is stopping.
+        """
         if self.draining:
             raise ShuttingDown("this task app is stopping and takes no more sessions")
         if len(self._sessions) + new > self._capacity:
@@ -106,14 +113,14 @@ class Sessions(Generic[S]):
         return session_id
 
     def adopt(self, session_id: str, session: S) -> None:
-        """Add a session that already has an id."""
+        """Add a session under an id that it already has, such as a restored one."""
         self._sessions[session_id] = session
         self._used_s[session_id] = self._clock()
         session.lock.on_release = partial(self._touch, session_id)
         self._on_add(session)
 
     def get(self, session_id: str, *, where: str) -> S:
-        """Return the session; this counts as use."""
+        """Return the session, and count this as use. Raises UnknownId if there is no such session."""
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownId(self._kind, session_id, where=where, hint="terminated, or idle for too long?")
@@ -126,15 +133,15 @@ class Sessions(Generic[S]):
             self._used_s[session_id] = self._clock()
 
     def _bind_log(self, session_id: str) -> None:
-        """Add the session's id to all further log lines of this request."""
+        """Add the session's id to all further log lines of the current request."""
         structlog.contextvars.bind_contextvars(**{f"{self._kind}_id": session_id})
 
     def find(self, session_id: str) -> S | None:
-        """Return the session, if there is one; this does not count as use."""
+        """Return the session, or None if there is none. This does not count as use."""
         return self._sessions.get(session_id)
 
     def remove(self, session_id: str, *, where: str) -> S:
-        """Forget the session; raise UnknownId if there is none."""
+        """Remove the session and return it. Raises UnknownId if there is none."""
         self.get(session_id, where=where)
         return self._forget(session_id)
 
@@ -145,7 +152,7 @@ class Sessions(Generic[S]):
         return session
 
     def expire(self) -> dict[str, S]:
-        """Forget sessions that were idle for too long, and return them; a locked session is in use."""
+        """Remove the sessions that were idle for too long, and return them. A locked session is not idle."""
         before_s = self._clock() - self._idle_s
         old = [session_id for session_id, used_s in self._used_s.items() if used_s < before_s]
         idle = [session_id for session_id in old if not self._sessions[session_id].lock.locked()]

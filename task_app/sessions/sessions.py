@@ -1,4 +1,4 @@
-"""Environments and policies that clients drive over HTTP, each used by one caller at a time."""
+"""Sessions: environments and policies that clients drive over HTTP, with one request at a time for each."""
 
 import asyncio
 from collections import deque
@@ -33,12 +33,12 @@ from task_app.sessions.registry import SessionLock
 from task_app.sessions.switches import agree_on_step_rewards
 from task_app.threads import Threads, in_thread
 
-# Number of last decisions on the page for people who watch a session.
+# Number of recent decisions that the page GET /env/{env_id}/view shows.
 MAX_RECENT = 12
 
 
 class RecentDecision(NamedTuple):
-    """Calls and rewards of a decision, with the counters of the observations before and after it."""
+    """A recent decision: its actions and rewards, and the achievements' counters `before` and `after` it."""
 
     turn: int
     before: Mapping[str, int]
@@ -48,7 +48,10 @@ class RecentDecision(NamedTuple):
     invalid_reason: str | None
 
     def achievements(self) -> tuple[tuple[str, bool], ...]:
-        """Return each achievement whose counter rose, and whether it was the first time in the episode."""
+        """Return the names of the achievements whose counter rose, each with a flag.
+
+        The flag is True if the achievement was unlocked for the first time in the episode.
+        """
         delta = decision_rewards(self.before, self.after, turn=self.turn)
         return tuple((name, name in delta.unique) for name in delta.all)
 
@@ -57,7 +60,7 @@ T = TypeVar("T")
 
 
 class Journal(Protocol):
-    """Writes a session; `task_app.sessions.journal.SessionJournal` describes each method."""
+    """Stores the changes of a session; `task_app.sessions.journal.SessionJournal` describes each method."""
 
     def ready(self, session: "EnvironmentSession | PolicySession") -> None: ...
 
@@ -74,10 +77,11 @@ class Journal(Protocol):
 class EnvironmentSession:
     """An environment that a client steps.
 
-    `lock` is held for a whole reset or step, and a cancelled request interrupts neither. Resets run in a
-    thread, and so do steps unless the environment promises quick ones. `switches` say which rewards decisions
-    get. They are listed by source (the environment's request, or the id of a bound policy), and all agree.
-    `spec` holds no switches; a restored snapshot builds an equal environment from it.
+    `lock` is held for a whole reset or step; both are completed even if the request is cancelled. Resets run
+    in a thread. Steps do so too, unless the environment promises quick steps. `switches` determine which
+    rewards decisions get: they map a source (the environment's request, or the id of a bound policy) to its
+    settings, and all sources must agree. `spec` contains no switches; a snapshot is restored into an
+    environment that is built from `spec`.
     """
 
     environment: Environment
@@ -93,7 +97,7 @@ class EnvironmentSession:
     lock: SessionLock = field(default_factory=SessionLock)
     threads: Threads | None = None
     journal: Journal | None = None
-    # The event loop holds only weak references, so the session keeps its tasks alive.
+    # The event loop stores only weak references to tasks, so the session keeps its tasks alive.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     on_decision: Callable[[int], None] = lambda env_steps: None
     recent: deque[RecentDecision] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
@@ -105,17 +109,20 @@ class EnvironmentSession:
 
     @property
     def steps_at_once(self) -> bool:
-        """Whether a step is quick and the lock is free; then `take` needs no lock until an await."""
+        """Whether the environment promises quick steps and the lock is free.
+
+        If so, the caller may call `take` without the lock, as long as it does not await before.
+        """
         return steps_quickly(self.environment) and not self.lock.locked()
 
     async def reset(self, seed: int) -> Observation:
-        """Start the world of `seed`, with fresh counters and history."""
+        """Reset the environment with `seed`, and clear the session's counters and history."""
         return await asyncio.shield(self._start_task(self._reset_in_thread(seed)))
 
     async def step(self, requests: Sequence[ToolRequest]) -> tuple[Observation, DecisionOutcome]:
-        """Carry out one decision; return the observation before it, and its outcome."""
+        """Carry out one decision; return the observation before the decision, and the decision's outcome."""
         if not steps_quickly(self.environment):
-            # The step ends even if the caller is cancelled, because a thread cannot be cancelled.
+            # The task is shielded, because the thread continues with the step if the caller is cancelled.
             return await asyncio.shield(self._start_task(self._step_in_thread(requests)))
         async with self.lock:
             return self.take(requests)
@@ -123,7 +130,10 @@ class EnvironmentSession:
     def take(
         self, requests: Sequence[ToolRequest], *, invalid_reason: str | None = None
     ) -> tuple[Observation, DecisionOutcome]:
-        """Step at once; the caller holds the lock, or has checked `steps_at_once` and awaits nothing."""
+        """Carry out one decision synchronously; the results are those of `step`.
+
+        The caller must hold the lock, or must have checked `steps_at_once` and not awaited since.
+        """
         self._ready_journal()
         before = self.observation
         outcome = take_decision(self.environment.step, requests, invalid_reason=invalid_reason)
@@ -183,12 +193,12 @@ class EnvironmentSession:
             task.exception()  # otherwise asyncio logs an exception that no caller retrieved
 
     def begin_close(self) -> None:
-        """Close the environment of a forgotten session; if a step still runs, wait for its end first."""
+        """Start a task that closes the environment of a removed session, after a step that still runs."""
         if isinstance(self.environment, ClosableEnvironment):
             self._start_task(self._close_environment())
 
     async def wait_closed(self, within_s: float) -> None:
-        """Wait for running tasks, for at most `within_s`."""
+        """Wait at most `within_s` seconds for the session's resets, steps and closing to end."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=within_s)
 
@@ -213,12 +223,13 @@ class EnvironmentSession:
 
 @dataclass(slots=True, eq=False)
 class PolicySession:
-    """A policy, either bound to an environment session or given observations by the caller.
+    """A policy that either is bound to an environment session or gets observations from the caller.
 
-    The session is an AgentPolicy that counts and stores its decisions; the caller holds its lock.
-    An unbound policy's `environment` is never reset: it only writes prompts and names tools; `env` is its
-    spec. The policy was built from `spec` with its key; no snapshot holds the key, and a restart loses it.
-    `switches` say which rewards decisions get; they also apply to the bound environment.
+    The session itself is an AgentPolicy: it counts and stores the decisions of `policy`, and the caller must
+    hold its lock. An unbound policy may have an `environment` of its own, built from `env` and never reset,
+    which only writes prompts and lists tools. `spec` contains the inference_key; no snapshot contains the
+    key, and a restart loses it. `switches` determine which rewards decisions get, also in the bound
+    environment.
     """
 
     policy: AgentPolicy
@@ -239,7 +250,7 @@ class PolicySession:
 
     @property
     def pending_failure(self) -> str | None:
-        """Return the failure after which the policy is retrying (protocols.RetryingPolicy)."""
+        """Return the failure because of which the policy is retrying a call (protocols.RetryingPolicy)."""
         return self.policy.pending_failure if isinstance(self.policy, RetryingPolicy) else None
 
     async def get_action(

@@ -1,7 +1,8 @@
-"""Snapshots of sessions: the environment or policy, with the session's own facts.
+"""Snapshots of sessions: the state of the environment or policy, and the session's own fields.
 
-Restored in any process, an environment session gives the same observations, rewards, metadata and prompts
-for the same tool calls, and a policy session makes the same decisions. A snapshot holds no key.
+A snapshot can be restored in any process. A restored environment session gives the same observations,
+rewards, metadata and prompts for the same tool calls. A restored policy session makes the same decisions. A
+snapshot contains no API key.
 """
 
 from collections import deque
@@ -41,17 +42,17 @@ from task_app.snapshots.starts import (
 )
 from task_app.threads import Threads
 
-# Names the snapshot as the source of a restored session's switches (`EnvironmentSession.switches`).
+# The source of a restored session's switches, as a key of `EnvironmentSession.switches`.
 FROM_SNAPSHOT = "the snapshot"
-# Attributes that have equal values in a session and in its `EnvironmentFacts`.
+# Fields that an `EnvironmentSession` and its `EnvironmentFacts` share.
 _SAME = ("seed", "step_idx", "turn", "over", "metadata", "rl_run_id")
 
 
 class EnvironmentFacts(Body):
-    """An environment session, or an episode after a turn, without its environment's state.
+    """The fields of an environment session, or of an episode after `turn` decisions.
 
-    `turn` 0 is the start of the episode; `step_rewards` is None if no request named any. `past` holds the
-    last decisions, which the next prompt may show, and `metadata` is the last decision's.
+    The state of the environment itself is not included. `step_rewards` is None if no request named any.
+    `past` contains the last decisions, which the next prompt may show. `metadata` belongs to the last one.
     """
 
     env: EnvSpec
@@ -66,7 +67,7 @@ class EnvironmentFacts(Body):
 
     @classmethod
     def begin(cls, env: EnvSpec, seed: int) -> Self:
-        """Return the facts at the start of an episode; `env` has every setting written out."""
+        """Return the facts at the start of an episode; `env` must contain every setting, even defaults."""
         return cls(
             env=env, seed=seed, step_idx=0, turn=0, over=False, step_rewards=None, metadata=NO_METADATA,
             past=(), rl_run_id=None,
@@ -94,14 +95,14 @@ def _read_facts(model: type[F], head: Mapping[str, Any]) -> F:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSnapshot:
-    """An environment session at one moment."""
+    """A snapshot of an environment session: its fields, and the environment's state as bytes."""
 
     facts: EnvironmentFacts
     state: bytes
 
     @classmethod
     def take(cls, session: EnvironmentSession, boards: PlugBoards, *, where: str) -> Self:
-        """Take a snapshot of the session; the caller holds its lock."""
+        """Return a snapshot of the session; the caller must hold the session's lock."""
         environment = require_restorable(session.environment, where=where)
         with boundary("environment.snapshot"):
             state = environment.snapshot()
@@ -115,7 +116,7 @@ class EnvironmentSnapshot:
 
     @classmethod
     def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
-        """Read the bytes of `seal`."""
+        """Return the snapshot that `seal` wrote as `data`. Raises SnapshotRefused for any other bytes."""
         head, state = open_envelope("environment", data, at_most_bytes=at_most_bytes)
         return cls(_read_facts(EnvironmentFacts, head), state)
 
@@ -125,7 +126,7 @@ class EnvironmentSnapshot:
             return seal("environment", head, self.state, at_most_bytes=at_most_bytes)
 
     def text(self, *, at_most_bytes: int) -> str:
-        """Return the snapshot as the text that a rollout request gives as its start."""
+        """Return the sealed snapshot as base64 text, as the start in a rollout request contains it."""
         return to_text(self.seal(at_most_bytes=at_most_bytes))
 
     def session(self, boards: PlugBoards) -> EnvironmentSession:
@@ -143,7 +144,10 @@ class EnvironmentSnapshot:
         return session
 
     def start(self, start: Start, threads: Threads | None = None) -> EpisodeStart:
-        """Return the start of an episode that continues from the snapshot."""
+        """Return the start of an episode that continues from the snapshot.
+
+        If `start.draws_seed` is given, it reseeds the environment's random generator.
+        """
 
         async def begin(environment: Environment) -> StartView:
             observation = await restore_in_thread(environment, self.state, threads)
@@ -155,7 +159,7 @@ class EnvironmentSnapshot:
 
 
 class PolicySnapshot(Body):
-    """A policy session at one moment: `policy` without its key, and the `state` that the policy gives."""
+    """A snapshot of a policy session: the spec `policy` without the API key, and the policy's own `state`."""
 
     policy: PolicySpec
     env: EnvSpec | None
@@ -167,7 +171,7 @@ class PolicySnapshot(Body):
 
     @classmethod
     def take(cls, session: PolicySession, *, where: str) -> Self:
-        """Take a snapshot of the session; the caller holds its lock."""
+        """Return a snapshot of the session; the caller must hold the session's lock."""
         if not isinstance(session.policy, RestorablePolicy):
             raise NotRestorable("policy", policy_name(session.policy), where=where)
         with boundary(f"policy {policy_name(session.policy)}"):
@@ -184,7 +188,7 @@ class PolicySnapshot(Body):
 
     @classmethod
     def open(cls, data: bytes, *, at_most_bytes: int) -> Self:
-        """Read the bytes of `seal`."""
+        """Return the snapshot that `seal` wrote as `data`. Raises SnapshotRefused for any other bytes."""
         return _read_facts(cls, open_envelope("policy", data, at_most_bytes=at_most_bytes)[0])
 
     def seal(self, *, at_most_bytes: int) -> bytes:
@@ -192,7 +196,7 @@ class PolicySnapshot(Body):
             return seal("policy", self.model_dump(mode="json"), b"", at_most_bytes=at_most_bytes)
 
     def session(self, boards: PlugBoards, context: PolicyContext) -> PolicySession:
-        """Return a new session that continues from the snapshot, bound to no environment yet."""
+        """Return a new session that continues from the snapshot and is not bound to an environment yet."""
         spec, env = self.policy, self.env
         seeded = replace(context, seed=spec.seed)
         policy = boards.policy(spec.policy_name, spec.config, seeded, where="snapshot.policy.")

@@ -1,8 +1,8 @@
-"""Finds the reward switches (which rewards decisions get) in a request, and checks that they agree; no I/O.
+"""Finds the reward switches of a request, which determine the rewards of decisions; no I/O.
 
-A config holds them as `step_rewards`, or as a table `training` with the names of a job's [training]; requests
-that create something also accept that table next to the config. As in 1-crafter-event-rewards.md, a table
-`rollout` may hold the same names, and other names too.
+A config contains the switches as `step_rewards`, or as a table `training` with the names of a job's
+[training]. Requests that create something also accept this table outside the config. A table `rollout`, as
+in 1-crafter-event-rewards.md, may contain the same names among others.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,11 @@ OFF = StepRewards()
 def take_step_rewards(
     config: Mapping[str, Any], *, where: str, training: StepRewardKeys | None = None, rollout: Any = None
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
-    """Return the plug-in's own keys of `config`, and the request's switches by their path in the body.
+    """Separate the reward switches from the plug-in's own config.
 
-    `where` is the body path of `config`; `training` and `rollout` are the request's tables of these names.
+    Return the rest of `config`, and the switches by the path in the request body at which they were found.
+    `where` is the path of `config` in the body. `training` and `rollout` are the request's tables with these
+    names, outside the config.
     """
     for outer, table in ((where, config), (f"{where}.{KEY}", config.get(KEY))):
         for name in _find_switches(table):
@@ -47,13 +49,16 @@ def take_step_rewards(
 
 
 def _find_switches(table: Any) -> dict[str, Any]:
-    """Return the switches in a table that may hold other names too; none if it is no table."""
+    """Return those entries of a table whose names are switches; an empty dict if `table` is no mapping."""
     table = table if isinstance(table, Mapping) else {}
     return {name: table[name] for name in StepRewardKeys.model_fields if name in table}
 
 
 def agree_on_step_rewards(by_place: Mapping[str, StepRewards]) -> StepRewards:
-    """Return the switches that all places agree on; off if no place names any."""
+    """Return the switches of all places, which must be equal; without a place, all switches are off.
+
+    Raises InvalidRequest if two places differ.
+    """
     first, *others = list(by_place) or [""]
     for place in others:
         if by_place[place].step_rewards != by_place[first].step_rewards:

@@ -1,1 +1,1 @@
-"""Snapshots as bytes: their envelope, a cache of them, and the starts of episodes from them."""
+"""Snapshots as bytes: their file format, a cache, and the starts of episodes from a seed or a snapshot."""

@@ -1,9 +1,9 @@
-"""The envelope of every snapshot tells its kind and version, and shows that it is whole and unchanged.
+"""The envelope of a snapshot: a byte format with the snapshot's kind, a version and a checksum.
 
-    TWSN | format: 2 bytes | length of the rest: 4 | SHA-256 of all else: 32 | zlib of (head, state)
+    TWSN | format: 2 bytes | length of zlib part: 4 | SHA-256 of all other bytes: 32 | zlib of (head, state)
 
-`head` is JSON, `state` the environment's bytes, never a pickle. The checksum detects accidents but is no
-signature, so the reader checks head and state like any other input.
+`head` is JSON; `state` contains the environment's own bytes and is never unpickled. The checksum detects
+accidental damage only: anyone can compute it, so the reader validates head and state like any other input.
 """
 
 import base64
@@ -25,13 +25,16 @@ FORMAT = 1
 MAGIC = b"TWSN"
 _PREFIX = struct.Struct("<4sHI32s")
 _HEAD_LENGTH = struct.Struct("<I")
-# The fastest level: the random generator's words do not compress at any level.
+# The fastest level, because the state of a random generator does not compress at any level.
 _LEVEL = 1
 _ROUTES: dict[Kind, str] = {"environment": "/env/restore", "policy": "/policy/restore"}
 
 
 def seal(kind: Kind, head: Mapping[str, Any], state: bytes, *, at_most_bytes: int) -> bytes:
-    """Return the envelope around a snapshot; SnapshotRefused if it holds more than `at_most_bytes`."""
+    """Return a snapshot in its envelope.
+
+    Raises SnapshotRefused if the snapshot has more than `at_most_bytes` before compression.
+    """
     text = json.dumps({"kind": kind, **head}, ensure_ascii=False, allow_nan=False)
     # A lone surrogate from a plug-in becomes "?", as in every answer.
     line = text.encode("utf-8", "replace")
@@ -47,7 +50,9 @@ def seal(kind: Kind, head: Mapping[str, Any], state: bytes, *, at_most_bytes: in
 def open_envelope(kind: Kind, data: bytes, *, at_most_bytes: int) -> tuple[dict[str, Any], bytes]:
     """Return the head and the state that `seal` put into the envelope.
 
-    SnapshotRefused: the bytes are no snapshot, of another version or kind, cut short, changed, or too large.
+    Raises:
+        SnapshotRefused: `data` is not a snapshot, has another version or kind, was cut short or changed, or
+            has more than `at_most_bytes` when decompressed.
     """
     inside = _decompress(_read_body(data), at_most_bytes=at_most_bytes)
     (length,) = _HEAD_LENGTH.unpack_from(inside.ljust(_HEAD_LENGTH.size, b"\0"))
@@ -72,19 +77,19 @@ def to_text(data: bytes) -> str:
 
 
 def from_text(text: str, *, where: str) -> bytes:
-    """Return the bytes of a snapshot; SnapshotRefused if the text is not base64 as `to_text` writes it."""
+    """Decode a snapshot from base64. Raises SnapshotRefused for text that `to_text` would not write."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as exc:
         raise SnapshotRefused(f"the snapshot is not base64: {exc}", where=where) from exc
-    # A changed last letter may decode to the same bytes.
+    # base64 ignores some bits of the last letter, so a changed letter may decode to the same bytes.
     if to_text(data) != text:
         raise SnapshotRefused("the snapshot is not the base64 that this service writes", where=where)
     return data
 
 
 def _read_body(data: bytes) -> bytes:
-    """Check length and checksum; return the compressed body."""
+    """Check an envelope's version, length and checksum; return its compressed part."""
     if len(data) < _PREFIX.size or not data.startswith(MAGIC):
         raise SnapshotRefused(
             f"{len(data)} bytes that are no snapshot of a task app", hint="cut at its start?"
@@ -108,7 +113,10 @@ def _checksum(length: int, body: bytes) -> bytes:
 
 
 def _decompress(body: bytes, *, at_most_bytes: int) -> bytes:
-    """Decompress up to the bound, so that a small body cannot become gigabytes."""
+    """Decompress `body`, but stop above `at_most_bytes`, because a small body could become gigabytes.
+
+    Raises SnapshotRefused if the result is larger.
+    """
     inflater = zlib.decompressobj()
     try:
         inside = inflater.decompress(body, at_most_bytes + 1)
@@ -122,14 +130,20 @@ def _decompress(body: bytes, *, at_most_bytes: int) -> bytes:
 
 
 class ByteCache(LRUCache[str, bytes]):
-    """A least-recently-used cache, bounded in byte strings and in bytes; `get` counts as use."""
+    """A least-recently-used cache of at most `at_most` byte strings with at most `at_most_bytes` in total.
+
+    `get` counts as use.
+    """
 
     def __init__(self, *, at_most: int, at_most_bytes: int) -> None:
         super().__init__(at_most_bytes, getsizeof=len)
         self._at_most = at_most
 
     def put(self, name: str, data: bytes) -> bool:
-        """Store the data, and drop the least recently used; return False if it alone exceeds the bound."""
+        """Store the data under `name`, and drop the least recently used entries to make room.
+
+        If `data` alone exceeds `at_most_bytes`, return False and store nothing.
+        """
         if len(data) > self.maxsize:
             return False
         self[name] = data

@@ -1,4 +1,4 @@
-"""Starts episodes: in the world of a seed, which is made once for all siblings, or at a snapshot."""
+"""Starts episodes from a seed or a snapshot. The siblings of a group share one reset of the environment."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from task_app.protocols import (
 from task_app.snapshots.envelope import ByteCache
 from task_app.threads import Threads, in_thread
 
-# Siblings start one after the other, so few worlds are needed at once.
+# The siblings of a group start directly after one another, so few start states are needed at once.
 MAX_WORLDS = 256
 MAX_WORLDS_BYTES = 32 << 20
 
@@ -29,7 +29,11 @@ StartView = tuple[Observation, Sequence[PastDecision]]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStart:
-    """A start: `begin` brings a fresh environment to it. In the parent rollout the snapshot was taken."""
+    """The start of an episode; `begin` brings a new environment to the start.
+
+    If the start is a snapshot of another rollout, `parent_rollout_id` is the id of that rollout, and
+    `parent_turn` is the number of decisions that the rollout had made before the snapshot.
+    """
 
     begin: Callable[[Environment], Awaitable[StartView]]
     parent_rollout_id: str | None = None
@@ -38,7 +42,7 @@ class EpisodeStart:
 
 
 def start_at_seed(seed: int, threads: Threads | None = None) -> EpisodeStart:
-    """Return a start in the world of a seed. A thread makes the world, because this takes milliseconds."""
+    """Return a start that resets the environment with `seed`, in a thread because this takes milliseconds."""
 
     async def begin(environment: Environment) -> StartView:
         return await in_thread(threads, "environment.reset", reset_environment, environment, seed), ()
@@ -47,7 +51,12 @@ def start_at_seed(seed: int, threads: Threads | None = None) -> EpisodeStart:
 
 
 def restore(environment: Environment, state: bytes) -> Observation:
-    """Bring a fresh environment to this state, and return the observation that it showed then."""
+    """Bring a new environment to the state of a snapshot, and return the observation of that moment.
+
+    Raises:
+        NotRestorable: the environment has no snapshots.
+        SnapshotRefused: the environment cannot continue from this state.
+    """
     restorable = require_restorable(environment, where="snapshot")
     with boundary("environment.restore"):
         try:
@@ -57,14 +66,14 @@ def restore(environment: Environment, state: bytes) -> Observation:
 
 
 def require_restorable(environment: Environment, *, where: str) -> RestorableEnvironment:
-    """Return the environment, if it has snapshots; otherwise raise NotRestorable."""
+    """Return the environment if it can be stored in and restored from snapshots; else raise NotRestorable."""
     if not isinstance(environment, RestorableEnvironment):
         raise NotRestorable("environment", environment.name, where=where)
     return environment
 
 
 def require_reseedable(environment: Environment, *, where: str) -> None:
-    """Refuse an environment whose random generator cannot be given another seed."""
+    """Raise NotReseedable if the environment's random generator cannot be given another seed."""
     if not isinstance(environment, ReseedableEnvironment):
         raise NotReseedable(
             f"environment {environment.name!r} cannot be given other draws: it has no reseed()",
@@ -74,34 +83,37 @@ def require_reseedable(environment: Environment, *, where: str) -> None:
 
 
 def reseed(environment: Environment, seed: int) -> None:
-    """Give the environment's random generator another seed, for all draws from here on."""
+    """Give the environment's random generator another seed, which determines all later draws."""
     assert isinstance(environment, ReseedableEnvironment), "checked when the request was accepted"
     with boundary("environment.reseed"):  # without a thread, because this takes microseconds
         environment.reseed(seed)
 
 
 async def restore_in_thread(environment: Environment, state: bytes, threads: Threads | None) -> Observation:
-    """Call `restore` in a thread, or at once if the environment's steps are quick."""
+    """Call `restore` in a thread, or directly if the environment promises quick steps."""
     if steps_quickly(environment):
         return restore(environment, state)
     return await in_thread(threads, "environment.restore", restore, environment, state)
 
 
 def wrap_refusal(name: str, exc: ValueError) -> SnapshotRefused:
-    """Return the error for a state that the plug-in refuses."""
+    """Return the SnapshotRefused for a state that the plug-in `name` refused with `exc`."""
     first_line = (str(exc).splitlines() or [""])[0][:300]
     return SnapshotRefused(f"{name!r} cannot continue from this snapshot: {first_line}")
 
 
 class Worlds:
-    """Generates the world of a seed once; siblings restore it in a tenth of the time."""
+    """Caches a snapshot of an environment after its reset, by the environment's spec and the seed.
+
+    Later episodes with the same spec and seed restore the snapshot, which takes a tenth of the time.
+    """
 
     def __init__(self) -> None:
         self._cache = ByteCache(at_most=MAX_WORLDS, at_most_bytes=MAX_WORLDS_BYTES)
         self._events: dict[str, asyncio.Event] = {}
 
     def start(self, env: EnvSpec, seed: int, threads: Threads | None = None) -> EpisodeStart:
-        """Return a start in the world of `seed`, for environments that were built from the spec `env`."""
+        """Return a start with `seed`, for environments that were built from the spec `env`."""
         name = json.dumps([env.env_name, env.config, seed], sort_keys=True)
 
         async def begin(environment: Environment) -> StartView:
@@ -119,7 +131,7 @@ class Worlds:
     async def _make_world(
         self, name: str, seed: int, environment: RestorableEnvironment, threads: Threads | None
     ) -> StartView:
-        """Make the world; if this fails, the next sibling tries."""
+        """Reset the environment and cache its snapshot; if this fails, the next waiting episode tries it."""
         event = self._events[name] = asyncio.Event()
         try:
             observation = await in_thread(threads, "environment.reset", reset_environment, environment, seed)

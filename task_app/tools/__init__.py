@@ -1,4 +1,4 @@
-"""Tools as plug-ins: a function with a typed signature becomes a schema, a call, and a bounded result."""
+"""Turns typed Python functions into tools that a model can call; results have a limited length."""
 
 from task_app.tools.environment import OneCallEnvironment, ToolEnvironment
 from task_app.tools.function import ToolRefused, function_tool

@@ -1,4 +1,4 @@
-"""An environment made of tools: a decision is one call, and a subclass defines what the tools do."""
+"""Base classes of environments in which a decision is one tool call; tools are methods of the subclass."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -17,29 +17,30 @@ S = TypeVar("S", bound=BaseModel)
 
 
 class Moment(Body, Generic[S], allow_inf_nan=False):
-    """A snapshot: the state, and the reward of the last env step, which the observation shows."""
+    """The content of a snapshot: the state, and the last env step's reward, which observations contain."""
 
     reward: float
     state: S
 
 
 class OneCallEnvironment:
-    """Carries out decisions of one tool call; a subclass defines the methods that are not implemented here.
+    """Base class of environments in which each decision is exactly one tool call.
 
-    A tool is a method with a typed signature, which adds each env step that it runs to `_ran`. A call that
-    runs none, or that is refused, costs one env step without effect.
+    A subclass implements the methods that raise NotImplementedError here. A tool is a method with a typed
+    signature; it appends each env step that it runs to `_ran`. If a call runs no env step or is refused, one
+    env step without effect runs instead.
     """
 
     name: str
     outcome_definition: str
-    _called = ""  # how a refusal names the tools, by default by their names
+    _called = ""  # how error messages call the tools; if empty, by their names
 
     def __init__(self, tools: Iterable[Callable[..., str]]) -> None:
         self._toolbox = Toolbox(map(function_tool, tools))
-        self._ran: list[tuple[str, float]] = []  # env steps of the present decision, with their rewards
+        self._ran: list[tuple[str, float]] = []  # env steps of the current decision, with their rewards
 
     def over(self) -> bool:
-        """Return whether the task itself has ended in this state."""
+        """Return whether the task has ended in the current state; a limit of env steps does not count."""
         raise NotImplementedError
 
     def tools(self) -> tuple[ToolSpec, ...]:
@@ -69,15 +70,18 @@ class OneCallEnvironment:
         )
 
     def _is_cut(self) -> bool:
-        """Return whether a limit of env steps is reached."""
+        """Return whether the episode has reached a limit of env steps; by default there is no limit."""
         return False
 
     def _state_before(self) -> Any:
-        """Return the state, for the methods below; raises EpisodeOver before the first reset."""
+        """Return the state before a decision, which `_run_nothing` and `_observe_after` get as `before`.
+
+        Raises EpisodeOver before the first reset.
+        """
         raise NotImplementedError
 
     def _run_nothing(self, action: str, before: Any) -> None:
-        """Run an env step without effect."""
+        """Run one env step without effect, and append it to `_ran` under the name `action`."""
         raise NotImplementedError
 
     def _observe_after(self, before: Any, *, is_refused: bool) -> Observation:
@@ -85,12 +89,13 @@ class OneCallEnvironment:
 
 
 class ToolEnvironment(OneCallEnvironment, Generic[S]):
-    """An `Environment` with snapshots. A tool reads `self.state`, and calls `run` for each env step.
+    """Base class of an `Environment` with snapshots; a tool reads `self.state` and calls `run` per env step.
 
-    A subclass names itself and its state, and defines `begin`, `over`, `counts` and `show`.
+    A subclass sets `name`, `outcome_definition` and `state_model`, and implements `begin`, `over`, `counts`
+    and `show`.
     """
 
-    state_model: type[S]  # frozen; with the config, it determines all that follows
+    state_model: type[S]  # frozen; state and config must determine how the episode continues
 
     def __init__(self, tools: Iterable[Callable[..., str]]) -> None:
         super().__init__(tools)
@@ -98,19 +103,19 @@ class ToolEnvironment(OneCallEnvironment, Generic[S]):
         self._reward = 0.0
 
     def begin(self, seed: int) -> S:
-        """Return the state at the start; all randomness comes from the seed."""
+        """Return the state at the start of an episode; all randomness must come from the seed."""
         raise NotImplementedError
 
     def counts(self) -> Mapping[str, int]:
-        """Return the achievements' counters, which only grow. Raising a counter is rewarded."""
+        """Return the achievements' counters, which never decrease; raising a counter is rewarded."""
         raise NotImplementedError
 
     def show(self) -> tuple[str, Mapping[str, Any]]:
-        """Return text and plain values of the observation."""
+        """Return the text and the data of the observation; the data must be JSON values."""
         raise NotImplementedError
 
     def outcome_reward(self) -> float:
-        """Return the number of different achievements; a subclass may define another outcome."""
+        """Return the number of achievements unlocked so far; a subclass may define another outcome."""
         return float(sum(count > 0 for count in self.counts().values())) if self._state else 0.0
 
     @property
@@ -128,7 +133,7 @@ class ToolEnvironment(OneCallEnvironment, Generic[S]):
         return self._observe()
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """Return the text of the observation alone; a subclass may say more."""
+        """Return the prompt: by default one user message with the observation's text."""
         return (Message(role="user", content=observation.text),)
 
     def snapshot(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Makes a `Tool` of a Python function: its signature gives the schema, its docstring the description."""
+"""Makes a `Tool` from a Python function: schema from the signature, description from the docstring."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,17 +14,17 @@ from task_app.complaints import most_specific
 from task_app.errors import clipped
 
 _CONFIG = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-# An argument's schema with only these keys would accept every value.
+# An argument's schema that contains only these keys accepts every value.
 _SAYS_NO_TYPE = frozenset({"description", "default"})
 
 
 class ToolRefused(ValueError):
-    """A call that the tool refuses; the message tells the model what to do instead."""
+    """Raised by a tool that refuses a call; the message tells the model what to do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionTool:
-    """A `Tool` (task_app.protocols) made of a function; a bound method carries the environment's state."""
+    """A `Tool` (task_app.protocols) that calls a Python function or a bound method."""
 
     spec: ToolSpec
     _arguments: type[BaseModel]
@@ -38,7 +38,7 @@ class FunctionTool:
         return self._function(**{name: getattr(parsed, name) for name in self._arguments.model_fields})
 
     def _word_complaint(self, exc: ValidationError) -> str:
-        """Return the most specific of pydantic's errors, worded for a model."""
+        """Return the most specific of pydantic's errors as a sentence that a model understands."""
         error = most_specific(exc.errors(include_url=False, include_context=False))
         name = self.spec.function.name
         place = clipped(".".join(map(str, error["loc"])))
@@ -52,21 +52,22 @@ class FunctionTool:
 
 
 def function_tool(function: Callable[..., str]) -> FunctionTool:
-    """Return `function` as a tool of the same name.
+    """Return a tool that calls `function` and has its name.
 
     Every parameter needs a type, which may be `Annotated[..., Field(description=..., ge=...)]`. The first
-    paragraph of the docstring describes the tool. The function returns text, at once. Pass a bound method if
-    the tool works on state.
+    paragraph of the docstring describes the tool to the model. The function must return a str and must not be
+    async. Pass a bound method if the tool works on an object's state.
 
     Raises:
-        TypeError: a parameter has no type, or one that allows anything, or cannot be given by name; or the
-            function is async, returns something else than str, or has no docstring.
+        TypeError: A parameter has no type, has a type that allows anything, or cannot be passed by name; or
+            the function is async, is annotated with another return type than str, or has no docstring.
     """
     spec, arguments = _describe_function(getattr(function, "__func__", function))
     return FunctionTool(spec, arguments, function)
 
 
-# Cached by function, not by bound method: every episode binds new ones, and a schema takes a millisecond.
+# The cache's key is the plain function, because each episode creates new bound methods. A schema takes a
+# millisecond.
 @lru_cache(maxsize=256)
 def _describe_function(function: Callable[..., str]) -> tuple[ToolSpec, type[BaseModel]]:
     name = function.__name__
@@ -83,7 +84,7 @@ def _describe_function(function: Callable[..., str]) -> tuple[ToolSpec, type[Bas
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], default)
     arguments = create_model(name, __config__=_CONFIG, **fields)
-    # Parts that a model need not read are dropped: titles that repeat names, and null values.
+    # The schema omits what a model need not read: titles, which repeat the names, and null values.
     schema = arguments.model_json_schema()
     schema.pop("title")
     for key in schema.keys() & {"properties", "$defs"}:
@@ -99,7 +100,10 @@ def _describe_function(function: Callable[..., str]) -> tuple[ToolSpec, type[Bas
 
 
 def _check_return_type(function: Callable[..., Any]) -> None:
-    """Refuse a tool that returns no text when the plug-in is loaded, so that no episode fails on it."""
+    """Raise TypeError if the function is async or its annotated return type is not str.
+
+    The check runs when a tool is made, so that no call of a model fails because of it.
+    """
     name = function.__name__
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"tool {name} is async; a tool answers at once: make it a plain def")
@@ -110,7 +114,10 @@ def _check_return_type(function: Callable[..., Any]) -> None:
 
 
 def _simplify_schema(part: dict[str, Any]) -> dict[str, Any]:
-    """Return one argument's schema without title; `X | None` becomes an X that may be left out."""
+    """Return one argument's schema without its title and without null.
+
+    The schema of `X | None` becomes that of X, and a default of None is removed.
+    """
     rest = {key: value for key, value in part.items() if key != "title"}
     if rest.get("default", ...) is None:
         del rest["default"]

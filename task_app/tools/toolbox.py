@@ -1,4 +1,4 @@
-"""Holds the tools of one environment, finds the tool of a call, and returns its answer within bounds."""
+"""A set of tools: carries out a call of one of them, and limits the length of the result."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ MAX_RESULT_CHARS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a tool call."""
+    """The result of a tool call, or the reason why the call was refused."""
 
     text: str
-    """Shown to the model; for a refused call it begins with "error: "."""
+    """The text that the model reads; for a refused call it begins with "error: "."""
     refused: str | None = None
     """Why the call was not carried out; None if it was."""
 
@@ -30,7 +30,10 @@ class Answer:
 
 
 class Toolbox:
-    """Tools with different names. A result beyond `max_result_chars` is cut, with a note that says so."""
+    """The tools of one environment, by name.
+
+    A result that is longer than `max_result_chars` is cut, and a note about the cut is appended.
+    """
 
     def __init__(self, tools: Iterable[Tool], *, max_result_chars: int = MAX_RESULT_CHARS) -> None:
         self._tools: dict[str, Tool] = {}
@@ -45,7 +48,11 @@ class Toolbox:
         return tuple(tool.spec for tool in self._tools.values())
 
     def answer(self, call: ToolRequest) -> Answer:
-        """Carry out one call, or say why not; errors of the tool's code other than ToolRefused are raised."""
+        """Carry out one call and return the tool's text, or the reason why the call was refused.
+
+        A call is refused if its name or arguments are wrong, or if the tool raises ToolRefused. All other
+        errors of the tool pass to the caller.
+        """
         if fault := call_fault(call, self._tools):
             return Answer.of_refusal(fault)
         try:
@@ -59,7 +66,7 @@ class Toolbox:
 
 
 def call_fault(call: ToolRequest, known: Collection[str]) -> str | None:
-    """Return what is wrong with the name or the arguments of a call; None if both are right."""
+    """Return what is wrong with a call: an unknown name, or arguments that are no JSON object; else None."""
     name = clipped(call.name)
     if call.name not in known:
         return f"there is no tool {name!r}{suggest_to_policy(name, known)}"
@@ -69,7 +76,7 @@ def call_fault(call: ToolRequest, known: Collection[str]) -> str | None:
 
 
 def truncate(text: str, max_chars: int) -> str:
-    """Return the text, or its beginning with a note about the cut if it is too long."""
+    """Return the text unchanged if it is short enough, else its first `max_chars` characters and a note."""
     if len(text) <= max_chars:
         return text
     return f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters are shown]"

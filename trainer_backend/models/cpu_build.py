@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
-# Compiled as one source, because the second file uses inline functions of the first.
+# The files are joined and compiled as one source, because the second uses inline functions of the first.
 _SOURCES = ("cpu_kernels.c", "cpu_pass.c")
-# Not `-ffast-math`, which would assume that there is no NaN and no infinity.
+# These are the parts of `-ffast-math` that still handle NaN and infinity.
 _FLAGS = ["-O3", "-march=native", "-fPIC", "-fno-math-errno", "-fno-trapping-math"]
 _FLAGS += ["-fassociative-math", "-fno-signed-zeros", "-freciprocal-math"]
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -19,10 +19,10 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 
 
 def built_library(compiler: str, *, openmp: bool) -> Path:
-    """Return the library of this source, compiler and processor; compile it if it does not exist yet.
+    """Return the path of the library for this source, compiler and processor; compile it if not cached.
 
     Raises:
-        OSError: no folder can be written.
+        OSError: neither cache folder nor temporary folder can be written.
         subprocess.SubprocessError: the compiler fails.
     """
     flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
@@ -43,14 +43,14 @@ def built_library(compiler: str, *, openmp: bool) -> Path:
 
 
 def _folders() -> Iterator[Path]:
-    """Yield the user's cache folder, then a temporary folder of this process."""
+    """Yield the folders to try: the user's cache folder, then a new temporary folder."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     yield Path(home) / "turnwise"
     yield Path(tempfile.mkdtemp(prefix="turnwise-"))
 
 
 def _build(compiler: str, flags: list[str], source: bytes, path: Path) -> None:
-    """Compile and link. Linking is a separate step without -fopenmp: torch's OpenMP is then used."""
+    """Compile and link. Linking is a separate step without -fopenmp, so that torch's OpenMP is used."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         object_, library = Path(folder) / "kernels.o", Path(folder) / path.name
         for command in (
@@ -62,7 +62,7 @@ def _build(compiler: str, flags: list[str], source: bytes, path: Path) -> None:
 
 
 def _describe_processor() -> str:
-    """Describe the processor's instruction sets, since several machines may share a home folder."""
+    """Describe the processor's instruction sets; different machines may share one cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,20 +1,20 @@
 """CPU kernels for the operations of a decoder, in float32, built by the machine's compiler.
 
-    product     x w' of few tokens, with unpacked weights: a weight swap has no packed copies to refresh
+    product     x w' of few tokens, from the weight's own memory, without a repacked copy
     rms_norm    x / sqrt(mean(x^2) + eps) * weight                                  rows [T, W]
     rotary      optional norm of each head, and rotation of its halves by position  heads [T, S, D]
-    swiglu      silu(gate) * up                                                     rows [T, 2 M]
-    store       writes keys and values of tokens to their rows of a cache
-    attend      causal attention of tokens over their own rows, without padding
-    path_*      causal attention over a row of packed tries (`Depths`), and its gradients
+    swiglu      silu(gate) * up                                                     rows [T, M]
+    store       writes the keys and values of tokens to a cache with one row per sequence
+    attend      attention of each token over its sequence's row of the cache, without padding
+    path_*      causal attention in packed prefix trees (`Depths`), and its gradients
     small_pass  a whole forward pass of a small decoder, with sampling (`inference.small_pass`)
 
-In a model of under a million parameters, the overhead of torch's operators takes more time than the matrix
-products. In larger models, torch's products of few tokens take up to 1.7 times as long as these. Results
-differ from torch's only by the order of sums: they agree to 1e-6.
+In a model with fewer than a million parameters, the overhead of torch's operators takes more time than the
+matrix products. In larger models, torch's products of few tokens take up to 1.7 times as long as `product`.
+The kernels add in another order than torch; their results agree with torch's to 1e-6.
 
-The source is `cpu_kernels.c`, and `cpu_pass.c` for `small_pass`. It is compiled in a few seconds, into
-`~/.cache/turnwise`. Threads come from torch's pool. Sources: see `models.kernels`.
+The source is `cpu_kernels.c`, and `cpu_pass.c` for `small_pass`. It is compiled within a few seconds, into
+`~/.cache/turnwise`. The threads are those of torch's OpenMP pool. Sources: see `models.kernels`.
 """
 
 import ctypes
@@ -36,9 +36,9 @@ log = structlog.get_logger(__name__)
 
 # The largest head dimension, as in the C source.
 _WIDEST_HEAD = 256
-# With fewer inputs, the final sum over vector lanes costs more than is saved.
+# With fewer inputs, `product` loses more time in the final sum over vector lanes than it saves.
 _LEAST_INPUTS = 320
-# The most tokens for which `product` beat MKL, by vector lanes (16: AVX-512, 8: AVX2). Else torch multiplies.
+# The most tokens for which `product` was faster than torch (MKL), by vector lanes (16: AVX-512, 8: AVX2).
 _MOST_TOKENS = {16: 128, 8: 32}
 # Outputs that `product` computes at a time.
 _COLUMNS = 8
@@ -88,17 +88,17 @@ class _Gradients(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Depths:
-    """Depths of tokens in packed tries. A token attends to its path from the root; a segment is one path."""
+    """The depths of tokens in packed prefix trees. Each token attends to itself and its ancestors."""
 
     position_L: Tensor
-    """int64 depth of each token, in depth-first order, without padding."""
+    """int64 depth of each token in its tree; tokens are in depth-first order, without padding."""
     query_L: Tensor | None
-    """int64 index of each token's query, -1 for none; None: token i has query i."""
+    """int64 index of each token's query, -1 for a token without query; None: token i has query i."""
     longest: int
 
     @classmethod
     def of(cls, position_L: Tensor, query_N: Tensor | None = None) -> Self:
-        """Return the depths. `query_N` are the indices of tokens with queries; None: all tokens have one."""
+        """Make `Depths`; `query_N` lists the indices of the tokens with a query. None means all tokens."""
         query_L = None
         if query_N is not None:
             query_L = torch.full_like(position_L, -1)
@@ -116,7 +116,7 @@ class Depths:
 
 
 class CpuKernels:
-    """The functions of a compiled library; see `models.kernels`. All tensors are float32."""
+    """Calls the compiled library, with float32 data. `models.kernels` describes functions that it has too."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
@@ -132,19 +132,22 @@ class CpuKernels:
         self._library: Any = library
 
     def multiplies(self, tokens: int, weight_OI: Tensor) -> bool:
-        """Return whether `product` supports `tokens` tokens and this weight, and is faster than torch."""
+        """Return whether `product` supports this weight and number of tokens, and is faster than torch."""
         outputs, inputs = weight_OI.shape
         is_wide = inputs >= _LEAST_INPUTS and inputs % self._lanes == 0 and outputs >= _COLUMNS
         return is_wide and 0 < tokens <= _MOST_TOKENS.get(self._lanes, 0) and weight_OI.is_contiguous()
 
     def product(self, input_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return x w', [T, O]. Needs `multiplies` to be true. A token's result depends on no other token."""
+        """Return input times transposed weight, [T, O]. Call it only if `multiplies` returns true.
+
+        A token's result is the same to the last bit, whatever other tokens are in the call.
+        """
         out_TO = input_TI.new_empty((len(input_TI), len(weight_OI)))
         self._multiply(input_TI, weight_OI, out_TO, adds=False)
         return out_TO
 
     def add_product(self, input_TI: Tensor, weight_OI: Tensor, *, to_TO: Tensor) -> None:
-        """Add x w' to `to_TO`. Needs `multiplies` to be true."""
+        """Add input times transposed weight to `to_TO`. Call it only if `multiplies` returns true."""
         if len(weight_OI) % _COLUMNS:
             to_TO.add_(self.product(input_TI, weight_OI))
         else:
@@ -229,7 +232,10 @@ class CpuKernels:
     def store(
         self, k_TKD: Tensor, v_TKD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor
     ) -> None:
-        """Write keys and values to a cache [rows, heads, columns, D]; `heads_TK` are row * heads + head."""
+        """Write keys and values of tokens to a cache [rows, heads, columns, D], with one sequence per row.
+
+        `heads_TK` has row * heads + head for each token and head, `columns_T` the column of each token.
+        """
         keys, values = cache
         tokens, heads, size = k_TKD.shape
         self._library.store(
@@ -241,7 +247,7 @@ class CpuKernels:
     def path_forward(
         self, depths: Depths, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return attention [N, H, D] and log-sum-exp [N, H]. Keys and values have equal head dimensions."""
+        """Return attention output [N, H, D] and log-sum-exp [N, H]. Keys and values must be equally wide."""
         q, k, v = map(_by_token, (q_NHD, k_LHD, v_LHD))
         out_NHD, lse_NH = q.new_empty(q.shape), q.new_empty(q.shape[:2])
         row = depths.row(q, k, v, scale)
@@ -257,7 +263,7 @@ class CpuKernels:
         self, depths: Depths, grad_NHD: Tensor, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, out_NHD: Tensor,
         lse_NH: Tensor, scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return the gradients of queries, keys and values."""
+        """Return the gradients of `path_forward` with respect to queries, keys and values."""
         q, k, v, grad = map(_by_token, (q_NHD, k_LHD, v_LHD, grad_NHD))
         threads = torch.get_num_threads()
         parts = _parts(k, threads)
@@ -276,7 +282,10 @@ class CpuKernels:
         self, q_THD: Tensor, cache: tuple[Tensor, Tensor], heads_TK: Tensor, columns_T: Tensor, *,
         scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return attention [T, H, D] of each token over its row up to its column, and log-sum-exp [T, H]."""
+        """Return the attention output [T, H, D] and the log-sum-exp [T, H] of tokens over a cache.
+
+        Each token attends to its row from the first column to its own column; see `store`.
+        """
         keys, values = cache
         tokens, heads, size = q_THD.shape
         out_THD = q_THD.new_empty((tokens, heads, size))
@@ -289,14 +298,14 @@ class CpuKernels:
         return out_THD, lse_TH
 
     def small_pass(self, model: ctypes.Structure, tokens: ctypes.Structure, *places: int | None) -> None:
-        """Run a pass; `inference.small_pass` fills the structures with addresses of its arrays."""
+        """Run a forward pass of a small decoder; `inference.small_pass` fills the C structures."""
         threads = torch.get_num_threads()
         done = self._library.small_pass(ctypes.byref(model), ctypes.byref(tokens), *places, threads)
         _refuse_shortage(done, "the buffers of a small model's pass")
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Return the address of a float32 tensor; refuse other dtypes, since kernels would overrun the tensor."""
+    """Return the address of a float32 tensor; TypeError for other dtypes, whose memory may be smaller."""
     if tensor is None:
         return None
     if tensor.dtype != torch.float32:
@@ -311,18 +320,18 @@ def _address64(tensor: Tensor | None) -> int | None:
 
 
 def _sums_for(tokens: Tensor, width: int) -> Tensor:
-    """Return zeros for partial sums of a weight's gradient, each over 64 tokens."""
+    """Return zeros for the partial sums of a weight's gradient; each partial sum is over 64 tokens."""
     return tokens.new_zeros((-(-len(tokens) // 64), width))
 
 
 def _by_token(tokens: Tensor) -> Tensor:
-    """Return the tokens with contiguous heads; the stride between tokens may be any."""
+    """Return a tensor whose numbers are contiguous within each token; tokens may have any stride."""
     is_so = tokens.stride(2) == 1 and tokens.stride(1) == tokens.shape[2]
     return tokens if is_so else tokens.contiguous()
 
 
 def _parts(keys: Tensor, threads: int) -> int:
-    """Return the number of parts of a row: one per thread, unless the threads can share its heads evenly."""
+    """Return the number of parts into which tokens are divided; 1 if heads divide evenly among threads."""
     return 1 if keys.shape[1] % threads == 0 else threads
 
 
@@ -332,18 +341,18 @@ def _refuse_shortage(done: int, what: str = "attention's buffers") -> None:
 
 
 def kernels_for(device: torch.device, *, in_float32: bool, head_dim: int) -> CpuKernels | None:
-    """Return the kernels for a float32 model on a CPU whose heads are narrow enough; else None."""
+    """Return the CPU kernels if they can compute the model; None for other devices, dtypes or wider heads."""
     fits = device.type == "cpu" and in_float32 and head_dim <= _WIDEST_HEAD
     return cpu_kernels() if fits else None
 
 
 @cache
 def cpu_kernels() -> CpuKernels | None:
-    """Return this machine's kernels; None, and a warning in the log, if they cannot be compiled."""
+    """Return this machine's kernels; log a warning and return None if they cannot be compiled."""
     compiler = shutil.which(os.environ.get("CC") or "cc")
     reason = "there is no C compiler (cc, or what CC names)"
     if compiler is not None:
-        # Without OpenMP, calls run on one thread.
+        # Some compilers have no OpenMP. Without it, each call runs on one thread.
         for openmp in (True, False):
             try:
                 return CpuKernels(built_library(compiler, openmp=openmp))

@@ -1,4 +1,4 @@
-"""Reads and writes models in local Hugging Face folders. No network, no pickle."""
+"""Reads and writes models in local Hugging Face folders, without network access and without pickle files."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ from trainer_backend.models.origin import (
 from trainer_backend.models.text_part import causal_class, text_config
 from trainer_backend.models.tokenizer import id_count
 
-# Files with a tokenizer's vocabulary. Without any, the library silently makes an empty tokenizer.
+# Files with a tokenizer's vocabulary. If none exists, transformers silently makes an empty tokenizer.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -42,7 +42,7 @@ def load_model_folder(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the model (in evaluation mode) and the tokenizer of a folder.
 
-    The weights are converted to `dtype`; training keeps its master copy in float32.
+    The weights are converted to `dtype`.
     """
     folder = Path(path)
     refuse_incomplete(folder)
@@ -73,13 +73,13 @@ def load_model_folder(
 
 
 def folder_config(folder: Path) -> Any:
-    """Read the config of a folder's model, or of its adapters' base model, without the weights."""
+    """Read the config of a folder's model, or of its adapters' base model; weight files must exist."""
     refuse_incomplete(folder)
     return config_alone(folder)
 
 
 def config_alone(folder: Path) -> Any:
-    """Read the config of a folder that may have no weights; see `folder_config`."""
+    """Read the config like `folder_config`, but do not require weight files."""
     refuse_untrainable(folder)
     try:
         model = base_folder(folder) or folder
@@ -89,7 +89,7 @@ def config_alone(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: str | Path, *, known_ids: int | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a folder; if `known_ids` is given, refuse a tokenizer with more ids than that."""
+    """Load the tokenizer of a folder; refuse a tokenizer with more than `known_ids` ids, if that is given."""
     if not any((Path(folder) / name).is_file() for name in VOCABULARY_FILES):
         raise ModelFolderError("the tokenizer is missing", where=str(folder), hint="Add tokenizer.json.")
     refuse_own_tokenizer(Path(folder))
@@ -123,9 +123,9 @@ def save_model_folder(
     *,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write config.json, model.safetensors and, if given, the tokenizer with its chat template.
+    """Write a model folder: config.json, weights and, if given, the tokenizer with its chat template.
 
-    `weights`, such as those with a merged adapter, are written instead of the model's own.
+    If `weights` are given, such as weights with merged adapters, they replace the model's own weights.
     """
     with quiet_library():
         model.save_pretrained(path, safe_serialization=True, state_dict=dict(weights) if weights else None)
@@ -136,7 +136,7 @@ def save_model_folder(
 
 
 def save_settings(path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a model folder without the weights; see `save_model_folder`."""
+    """Write a model folder like `save_model_folder`, but without weights."""
     model.config.save_pretrained(path)
     read_origin(model).write_settings(Path(path), model.dtype)
     model.generation_config.save_pretrained(path)
@@ -149,14 +149,14 @@ def _save_tokenizer(path: str | Path, tokenizer: PreTrainedTokenizerFast | None)
     tokenizer.save_pretrained(path, save_jinja_files=False)
     file = Path(path) / TOKENIZER_CONFIG
     settings = json.loads(file.read_text(encoding="utf-8"))
-    # Servers with transformers 4 refuse this class; both versions know its older name.
+    # Servers with transformers 4 refuse this class name; versions 4 and 5 both accept the older name.
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
         file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _refuse_other_weights(loading: Mapping[str, Any], kept: Collection[str], folder: Path) -> None:
-    """Refuse missing weights, which would silently be random, and unknown ones, which would be ignored."""
+    """Raise if weights are missing, which would stay random, or unknown, which would be ignored."""
     known = {*kept, *map(text_name, kept)}
     for what, meaning in (("missing", "would be random"), ("unexpected", "would be left out")):
         names: Collection[str] = set(loading[f"{what}_keys"]) - known
@@ -171,7 +171,7 @@ def _refuse_other_weights(loading: Mapping[str, Any], kept: Collection[str], fol
 def _refuse_foreign_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Refuse a tokenizer in which the model's end-of-text ids are not special tokens."""
+    """Raise if an end-of-text id of the model's configs is not a special token of the tokenizer."""
     special = tokenizer.added_tokens_decoder
     for name, config in (("config.json", model.config), ("generation_config.json", model.generation_config)):
         stated = getattr(config, "eos_token_id", None)
@@ -185,17 +185,17 @@ def _refuse_foreign_tokenizer(
                 )
 
 
-# Parts of an out-of-memory error's text: of the CPU's allocator, of Metal and CUDA, of cuBLAS and cuDNN.
+# Parts of the messages of out-of-memory errors: of the CPU allocator, Metal and CUDA, cuBLAS and cuDNN.
 _TEXTS = ("can't allocate memory", "out of memory", "alloc_failed")
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether an error means that memory ran out, by torch's own class (CUDA) or by its text."""
+    """Return whether an error means that memory ran out, judged by its class (CUDA) or its message."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in _TEXTS)
 
 
 def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutOfMemory:
-    """Return the error of an engine that ran out of memory, with the keys to lower."""
+    """Return an error which says that the engine ran out of memory, and which job keys to lower."""
     return EngineOutOfMemory(
         f"the engine ran out of memory while {doing}, with {running} requests running and room for "
         f"{max_model_len} tokens each",
@@ -205,31 +205,28 @@ def out_of_memory(doing: str, *, running: int, max_model_len: int) -> EngineOutO
 
 
 def collect_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect the tensors that a model folder stores, by name; tied weights under their first name only."""
+    """Return parameters and saved buffers by name; tied weights appear only under their first name."""
     saved = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *buffers)}
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Compute the hex sha256 over name, dtype, shape and bytes of every stored tensor, sorted by name.
-
-    Tied weights count once; saved buffers are included. Another dtype gives another digest.
-    """
+    """Return the hex sha256 of names, dtypes, shapes and bytes of the tensors of `collect_weights`."""
     digest = hashlib.sha256()
     for name, weight in sorted(collect_weights(model).items()):
         tensor = weight.cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        # As bytes, because numpy has no bfloat16.
+        # View the numbers as bytes, because numpy has no bfloat16.
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def drop_rows_beyond(model: PreTrainedModel, rows: int) -> int:
-    """Cut the model's embedding to the first `rows` ids; return how many it dropped.
+    """Cut the model's embedding and head to the first `rows` ids; return the number of dropped ids.
 
-    Large models of a family pad their embedding further than small ones. No tokenizer has the padding ids,
-    and a smaller model cannot score them. Without rows, these ids are never sampled and have no probability.
+    Large models of a family often pad their vocabulary further than small ones. A smaller model cannot score
+    the additional padding ids, which no tokenizer uses. After the cut they are never sampled.
     """
     beyond = max(embedding_rows(model) - rows, 0)
     if beyond:

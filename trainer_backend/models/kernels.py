@@ -1,14 +1,16 @@
 """Triton kernels for the operations between a decoder's matrix products, and for log-probs of logits.
 
-Engine and learner use the same kernels on CUDA, so both round at the same places (`models.precision`).
-A kernel replaces several operators of torch, each of which would read and write the states again.
+Engine and learner use the same kernels on CUDA, so that both round at the same points of the computation
+(`models.precision`). Each kernel replaces several torch operators, which would each read and write the hidden
+states again.
 
     rms_norm         h' = h + a            n = h' / sqrt(mean(h'^2) + eps) * weight       rows [T, W]
     rotary           optional norm of each head, and rotation of its halves by position   heads [T, S, D]
     swiglu           silu(gate) * up                                                      rows [T, M]
     token_logprobs   log softmax(z / temperature)[target], and the entropy                rows [N, V]
 
-Imported only if `triton` is installed. Tensors are on one device, and their last axis has stride 1.
+Import this module only if `triton` is installed. The tensors of a call are on one device, and their last axis
+has stride 1. `by_x` is the gradient of the loss with respect to x.
 Sources: Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467; Su et al.,
 RoFormer, arXiv:2104.09864, eq. 34, with pairs as in GPT-NeoX; Milakov and Gimelshein, Online normalizer
 calculation for softmax, arXiv:1805.02867.
@@ -22,10 +24,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads, gate values and logits that a program handles at a time.
+# Heads, gate values and logits that one Triton program handles at a time.
 _HEADS, _GATE, _LOGITS = 8, 1024, 4096
-# Number of programs among which the tokens are divided to sum a weight's gradient; these partial sums are
-# then added. A large GPU runs several of the programs on each multiprocessor.
+# Number of programs that each sum a weight's gradient over a share of the tokens; their sums are then added.
+# A large GPU runs several of these programs on each multiprocessor.
 _PROGRAMS = 512
 
 
@@ -77,7 +79,7 @@ def _norm_back(
 
 @triton.jit
 def _halves(HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """Return a program's heads, offsets in half a head and their mask, offsets in a token and their mask."""
+    """Return a program's heads, offsets in half a head, their mask, offsets in a token, and their mask."""
     h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
     in_half = d < DIM // 2
@@ -86,7 +88,7 @@ def _halves(HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl
 
 @triton.jit
 def _inverse(first, second, DIM: tl.constexpr, eps):
-    """Compute 1 / RMS of each head, given its halves."""
+    """Compute 1 / RMS of each head, given the head's two halves."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / DIM + eps)[:, None]
 
 
@@ -114,7 +116,8 @@ def _rotary(
     position = token
     if PLACED:
         position = tl.load(positions_ptr + token)
-    # Both halves have the same angles; some tables have the first half's sine negated.
+    # Read the second half of the table's row: both halves have the same angles, but the first half's sine is
+    # negated in some tables.
     turn = position * DIM + DIM // 2 + d
     cos = tl.load(cos_ptr + turn, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + turn, mask=in_half, other=0.0)[None, :]
@@ -207,7 +210,7 @@ def _logprob(
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_ptr + row)
     d = tl.arange(0, BLOCK)
-    # Below any logit, but finite, because -inf - -inf is NaN.
+    # Start below any logit, but with a finite value, because (-inf) - (-inf) is NaN.
     best = tl.full([BLOCK], -1e38, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
@@ -257,9 +260,9 @@ def rms_norm(
     sums_TW: Tensor,
     out: torch.dtype,
 ) -> Tensor:
-    """Return the RMS norm of float32 states plus `added_TW`, [T, W], rounded once, to dtype `out`.
+    """Return the RMS norm of `states_TW` (float32) plus `added_TW`, rounded once, to dtype `out`.
 
-    The sum is written to `sums_TW` (float32), which may be the states; without `added_TW` nothing is written.
+    If `added_TW` is given, the sum is written to `sums_TW` (float32), which may be `states_TW` itself.
     """
     rows, width = states_TW.shape
     out_TW = torch.empty((rows, width), dtype=out, device=states_TW.device)
@@ -284,8 +287,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of `rms_norm` with respect to states, `added_TW` (in dtype `added`) and weight.
 
-    `by_sums_TW` is the gradient that the sums get from their other uses, or None. The weight's gradient is
-    None unless `weighs` is true.
+    `by_sums_TW` is the gradient that reaches the sums from their other uses, or None if there are none. The
+    gradient of `added_TW` is None if `added` is None, and that of the weight is None unless `weighs` is true.
     """
     rows, width = sums_TW.shape
     by_states_TW = torch.empty_like(sums_TW)
@@ -312,12 +315,14 @@ def rotary(
     eps: float,
     out: torch.dtype,
 ) -> Tensor:
-    """Return the heads [T, S, D] rotated by their token's position, after a norm if `weights` are given.
+    """Return query and key heads [T, S, D], normed if `weights` are given, then rotated by token position.
 
-    A token's heads are contiguous; tokens may have any stride. `weights` are two float32 [D]: one for the
-    first `queries` heads, one for the other heads, the keys. `cos_LD` and `sin_LD` are float32 tables over
-    all positions. Both halves of a row have the same angles; the first half of a sine may be negated. Token
-    t reads row `positions_T[t]` of the tables, or row t if `positions_T` is None.
+    Args:
+        heads_TSD: the heads of a token are contiguous; tokens may have any stride.
+        weights: two norm weights, float32 [D]: for the first `queries` heads, and for the others, the keys.
+        cos_LD: float32 table with a row for each position; both halves of a row have the same angles.
+        sin_LD: the same for the sine. Only second halves are read, so the first may be negated.
+        positions_T: token t uses row `positions_T[t]` of the tables, or row t if None.
     """
     tokens, heads, dim = heads_TSD.shape
     out_TSD = torch.empty((tokens, heads, dim), dtype=out, device=heads_TSD.device)
@@ -342,10 +347,11 @@ def rotary_backward(
     eps: float,
     weighs: bool,
 ) -> Tensor | None:
-    """Write the gradient of the heads of `rotary` to `by_heads_TSD`; return the weight's, if it is needed.
+    """Write the gradient of `rotary` with respect to the heads to `by_heads_TSD`.
 
-    All heads have the same weight, and token t reads row t of the tables. A token's heads are contiguous in
-    `by_heads_TSD` and in `heads_TSD`, which is read only if there is a weight.
+    Return the gradient of the norm's weight, or None if there is no weight or `weighs` is false. All heads
+    share the weight, and token t uses row t of the tables. The heads of a token are contiguous in
+    `by_heads_TSD` and in `heads_TSD`; the latter is read only if there is a weight.
     """
     tokens, heads, dim = heads_TSD.shape
     groups = triton.cdiv(heads, _HEADS)
@@ -362,7 +368,7 @@ def rotary_backward(
 
 
 def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
-    """Return silu(gate) * up, [T, M], in the dtype of gate and up, whose rows may have any stride."""
+    """Return silu(gate) * up, [T, M], in the dtype of gate and up; rows of both may have any stride."""
     rows, width = gate_TM.shape
     out_TM = torch.empty((rows, width), dtype=gate_TM.dtype, device=gate_TM.device)
     if rows:
@@ -373,7 +379,7 @@ def swiglu(gate_TM: Tensor, up_TM: Tensor) -> Tensor:
 
 
 def swiglu_backward(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor:
-    """Return the gradients of `swiglu` with respect to gate and up, side by side, [T, 2 M]."""
+    """Return the gradients of `swiglu` with respect to gate and up, concatenated to [T, 2 M]."""
     rows, width = gate_TM.shape
     by_both_TM = by_out_TM.new_empty((rows, 2 * width))
     by_gate_TM, by_up_TM = by_both_TM.chunk(2, dim=1)
@@ -388,7 +394,7 @@ def swiglu_backward(gate_TM: Tensor, up_TM: Tensor, by_out_TM: Tensor) -> Tensor
 def token_logprobs(
     logits_NV: Tensor, targets_N: Tensor, temperatures_N: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-prob of the target, entropy and log-sum-exp, [N] each, of float32 logits / temperature."""
+    """Return target log-prob, entropy and log-sum-exp, [N] each, of float32 logits / temperature."""
     rows, width = logits_NV.shape
     logprobs_N, entropies_N, totals_N = (logits_NV.new_empty(rows) for _ in range(3))
     if rows:
@@ -410,7 +416,10 @@ def token_logprobs_backward(
     *,
     out: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of `token_logprobs` with respect to the logits, [N, V], in dtype `out`."""
+    """Return the gradient of `token_logprobs` with respect to the logits, [N, V], in dtype `out`.
+
+    `totals_N` are the log-sum-exps that `token_logprobs` returned.
+    """
     rows, width = logits_NV.shape
     out_NV = torch.empty((rows, width), dtype=out, device=logits_NV.device)
     block = min(_LOGITS, triton.next_power_of_2(width))

@@ -1,7 +1,9 @@
 """Decides from a model's config and class how learner and engine compute its layers.
 
-by position    rows of several texts in the learner; a cache of keys and values by position in the engine
-otherwise      rows of one text each in the learner; a cache for each kind of layer in the engine
+A model is computed "by position" if its layers attend to all earlier positions, by torch's
+scaled_dot_product_attention. The learner then packs several token sequences into a row, and the engine caches
+keys and values by position. For other models, each row of the learner is one token sequence, and the engine
+uses the cache that each kind of layer needs.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +15,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trainer_backend.core.logprobs import LogitMap
 from trainer_backend.errors import ModelFolderError
 
-# Kinds of layers, as configs name them. These attend to all earlier positions.
+# Kinds of layers, as configs name them. Layers of these kinds attend to all earlier positions.
 _FULL = frozenset({"full_attention", "attention"})
-# These have neither attention nor a state.
+# Layers of these kinds have neither attention nor a state.
 STATELESS = frozenset({"moe", "mlp", "dense", "sparse"})
-# These have a state instead of keys and values.
+# Layers of these kinds have a recurrent state instead of keys and values.
 STATES = frozenset({"linear_attention", "conv", "mamba", "mamba2", "hybrid"})
 # Models that multiply logits by `logits_scaling`; others, such as Granite, divide by it.
 _MULTIPLY = frozenset({"hyperclovax"})
@@ -36,13 +38,16 @@ def why_not_by_position(model: PreTrainedModel, *, longest: int) -> str | None:
 
 
 def own_attention(model: PreTrainedModel) -> str:
-    """Return the name of the attention to use in transformers: only "eager" computes score caps and sinks."""
+    """Return the attention implementation to select in transformers, "sdpa" or "eager".
+
+    Only "eager" computes capped attention scores and attention sinks.
+    """
     is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     return "sdpa" if model._supports_sdpa and not is_capped else "eager"
 
 
 def logit_map(config: PreTrainedConfig) -> LogitMap:
-    """Return the scale and the cap of the model's logits, from its config."""
+    """Return the factor and the soft cap that the config prescribes for the model's logits."""
     config = config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale *= float(getattr(config, "lm_head_multiplier", None) or 1.0)
@@ -52,9 +57,9 @@ def logit_map(config: PreTrainedConfig) -> LogitMap:
 
 
 def why_layers_not_full(config: Any, *, longest: int) -> str | None:
-    """Describe the layers that do not attend to all of `longest` positions; None if there are none."""
+    """Describe the layers that cannot attend to all of `longest` positions; None if all layers can."""
     window = getattr(config, "sliding_window", None)
-    # In models without `layer_types` the window applies to all layers.
+    # If the config lists no kinds of layers, the window applies to all layers.
     kinds = set(layer_kinds(config) or ["sliding_attention" if window else "full_attention"])
     if window is not None and window >= longest:
         kinds.discard("sliding_attention")
@@ -75,17 +80,20 @@ def largest(config: Any, name: str) -> int | None:
 
 
 def read_head_dim(config: Any) -> int:
-    """Return the head dimension of queries, the largest over the layers."""
+    """Return the head dimension of queries; if layers differ, the largest one."""
     return largest(config, "head_dim") or int(config.hidden_size // config.num_attention_heads)
 
 
 def layer_kinds(config: PreTrainedConfig) -> list[str]:
-    """Return the kind of each layer; empty if the config does not list them."""
+    """Return the kind of each layer; an empty list if the config does not name them."""
     return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
 
 
 def missing_kernels(config: PreTrainedConfig, is_here: Callable[[str], bool]) -> list[str]:
-    """Return the packages that have fast kernels for the model's stateful layers, but are not installed."""
+    """Return the packages with fast kernels for the model's stateful layers that are not installed.
+
+    `is_here` returns whether a Python module is installed.
+    """
     config = config.get_text_config()
     kinds = set(layer_kinds(config))
     packages = {"causal-conv1d": "causal_conv1d"} if kinds & STATES else {}
@@ -101,11 +109,14 @@ def module_is_here(name: str) -> bool:
 
 
 def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> None:
-    """Refuse rotations that depend on the sequence length: a long sequence would change its whole batch."""
+    """Raise ModelFolderError if rotary embeddings change with sequence length, up to `longest` tokens.
+
+    With such embeddings, a long sequence would change the results of all sequences in its batch.
+    """
     config = config.get_text_config()
     made_for = getattr(config, "max_position_embeddings", None)
     stated = getattr(config, "rope_parameters", None) or {}
-    # A config has one rotation for all layers, or one for each kind of layer.
+    # A config describes one rotation for all layers, or one for each kind of layer.
     for rotation in [inner for inner in stated.values() if isinstance(inner, Mapping)] or [stated]:
         kind = str(rotation.get("rope_type", rotation.get("type")))
         if "dynamic" not in kind and kind != "longrope":

@@ -1,6 +1,6 @@
-"""Checks a model folder before weights are read: whether it is complete, and whether it can be trained.
+"""Checks, before weights are read, whether a model folder is complete and its model can be trained.
 
-No model code of `transformers` runs here. Code in a model folder is never run.
+No model class of `transformers` is imported here. Code in a model folder is never run.
 """
 
 import json
@@ -19,18 +19,18 @@ from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
 from trainer_backend.errors import ModelFolderError
 
-# File of a checkpoint with adapters only: the name of the folder with their base model, and its digest.
+# File in a checkpoint that contains only adapters: the name of the base model's folder, and its digest.
 BASE = "base.json"
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# File of a checkpoint: tensors of the original folder that are not part of the trained model.
+# File in a checkpoint with the tensors of the original folder that are not part of the trained model.
 KEPT = "model-kept.safetensors"
 _NEEDED = "a causal language model (decoder only) is needed"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def refuse_incomplete(folder: Path) -> None:
-    """Refuse a folder without config or weights, with pickled weights only, or with missing shards."""
+    """Raise ModelFolderError if config, weights or shards are missing, or all weights are pickled."""
     if not folder.is_dir():
         raise ModelFolderError(
             "no such folder", where=str(folder), hint="A path to a local folder is needed."
@@ -42,7 +42,7 @@ def refuse_incomplete(folder: Path) -> None:
 
 
 def base_folder(folder: Path) -> Path | None:
-    """Return the folder with the base model of a checkpoint's adapters; None for a folder with a model."""
+    """Return the folder of the base model if `folder` is a checkpoint with only adapters; otherwise None."""
     if not (folder / BASE).is_file():
         return None
     name = read_object(folder / BASE).get("folder")
@@ -57,7 +57,7 @@ def base_folder(folder: Path) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the model's weights, the ones that `transformers` would choose."""
+    """Return the weight files that `transformers` would read; ModelFolderError if there are none."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
@@ -76,7 +76,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def refuse_untrainable(folder: Path) -> None:
-    """Refuse a model that is no causal language model, is quantised, or is unknown to `transformers`."""
+    """Raise ModelFolderError if the model is unknown to `transformers`, quantised or not a causal LM."""
     config = read_config(folder)
     kind = config.get("model_type")
     where = str(folder / CONFIG)
@@ -102,7 +102,7 @@ def refuse_untrainable(folder: Path) -> None:
     if config.get("is_encoder_decoder"):
         raise ModelFolderError(f"{architecture} is an encoder with a decoder; {_NEEDED}", where=where)
     if "text_config" in config and str(kind) in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
-        # A wrapper, such as of text and vision: its text part must be a decoder.
+        # A multimodal wrapper, for example of a text and a vision model: the text model must be a decoder.
         text_kind = str(text_sizes(config).get("model_type") or "")
         has_class = text_kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or MODEL_MAPPING_NAMES.get(text_kind)
         if text_sizes(config).get("is_encoder_decoder") or (text_kind and not has_class):
@@ -115,13 +115,16 @@ def refuse_untrainable(folder: Path) -> None:
 
 
 def text_sizes(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text model's part of a config.json: a wrapper's text_config, otherwise the whole config."""
+    """Return the `text_config` of a multimodal wrapper's config.json, otherwise the whole config."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
 
 def refuse_own_tokenizer(folder: Path) -> None:
-    """Refuse a tokenizer with code of its own; without that code, its ids may differ."""
+    """Raise ModelFolderError if only Python code in the folder defines the tokenizer's class.
+
+    Without this code, which is never run, the tokenizer might produce other ids.
+    """
     path = folder / TOKENIZER_CONFIG
     settings = read_object(path) if path.is_file() else {}
     name = str(settings.get("tokenizer_class"))
@@ -133,12 +136,12 @@ def refuse_own_tokenizer(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """Read config.json of a folder's model, or of its adapters' base model; errors as in `read_object`."""
+    """Read config.json of a folder, or of the base model if the folder contains only adapters."""
     return read_object((base_folder(folder) or folder) / CONFIG)
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
-    """Read a JSON object from a file of a model folder; ModelFolderError if the file has none."""
+    """Read a JSON object from a file; raise ModelFolderError if that is not possible."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -149,9 +152,9 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def described(config: Mapping[str, Any]) -> str:
-    """Describe architecture and size; models with the same tensor names and shapes get the same text.
+    """Describe a model's architecture and size, so that two models can be compared.
 
-    The text names `model_type` and not `architectures`, which depends on the class that saved the folder.
+    The text contains `model_type` and not `architectures`, which depends on the class that saved the folder.
     """
     sizes = text_sizes(config)
     layers, width = sizes.get("num_hidden_layers"), sizes.get("hidden_size")
@@ -180,5 +183,5 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _is_a_name(name: str) -> bool:
-    """Return whether a name is that of an entry directly in a folder."""
+    """Return whether a name can be that of a file directly in a folder, without a path."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -1,12 +1,13 @@
-"""Keeps the parts of a model folder that training does not change, and writes them to later folders.
+"""Keeps the parts of a model folder that training does not change, and copies them to folders written later.
 
-Of a wrapper of text and vision (`...ForConditionalGeneration`), only the text part is trained; it is loaded
-as a causal language model. Vision towers, projectors, multi-token prediction heads (`mtp.*`) and processor
-settings are copied to each folder, so that programs can load it as its original class. Names of a tensor:
+Some model classes (`...ForConditionalGeneration`) wrap a text model and, for example, a vision tower. Only
+the text model of such a wrapper is trained; it is loaded as a causal language model. Vision towers,
+projectors, multi-token prediction heads (`mtp.*`) and processor settings are copied to each written folder,
+so that other programs can load the folder with its original class. One tensor has several names:
 
     in memory                        model.layers.0...                     the causal model of transformers
     in a folder (`as_stored`)        model.language_model.layers.0...      one tensor per expert
-    in adapters (`Origin.decoder`)   model.language_model.layers.0...      as the wrapper's class names it
+    in adapters (`Origin.decoder`)   model.language_model.layers.0...      the names in the wrapper's class
 """
 
 import json
@@ -31,7 +32,7 @@ from transformers.utils import logging
 from trainer_backend.errors import ModelFolderError
 from trainer_backend.models.layout import CONFIG, INDEX, KEPT, WEIGHTS, read_object, weight_files
 
-# Prefixes of the text part's tensors in a wrapper's folder, and in the causal model.
+# Patterns of the text model's tensor names in a wrapper's folder, and their prefixes in the causal model.
 WRAPPED_NAMES = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.model\.": "model.",
@@ -45,27 +46,27 @@ PROCESSOR_FILES = (
 )
 _TEXT = "model-text.safetensors"
 _ATTRIBUTE = "turnwise_origin"
-# The part that peft inserts into the names of adapted weights.
+# The infix that peft inserts into the names of weights that have adapters.
 BELOW = ".base_layer"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The parts of a model folder that training does not change; copies of a model share one `Origin`."""
+    """The parts of a model folder that training does not change. Copies of a model share one `Origin`."""
 
     config: Mapping[str, Any] | None = None
-    """The wrapper's config.json; None without a wrapper."""
+    """The wrapper's config.json; None if the model is no wrapper."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """The processor's settings, by file name."""
+    """The content of each settings file of the processor, by file name."""
     kept: Mapping[str, Any] = field(default_factory=dict)
-    """The file of each kept tensor, by the tensor's name. Files stay open, so that they may be deleted."""
+    """The open file of each kept tensor, by tensor name. Open files stay readable even after deletion."""
 
     def __deepcopy__(self, memo: object) -> "Origin":
         return self
 
     @cached_property
     def decoder(self) -> str:
-        """Return the name of the text decoder's module in the wrapper's class; `model` without a wrapper."""
+        """Return the text decoder's module name in the wrapper's class; `model` if there is no wrapper."""
         if self.config is None:
             return "model"
         config = AutoConfig.for_model(**self.config)
@@ -79,7 +80,7 @@ class Origin:
         return name
 
     def write_kept(self, folder: Path) -> None:
-        """Add the kept tensors to a folder with the text model's weights."""
+        """Add the kept tensors, and an index of all weights, to a folder with the text model's weights."""
         if not self.kept:
             return
         if (folder / WEIGHTS).is_file():
@@ -99,7 +100,7 @@ class Origin:
         (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
     def write_settings(self, folder: Path, dtype: torch.dtype) -> None:
-        """Replace the text model's config.json by the wrapper's, and add the processor's settings."""
+        """Write the processor's settings to a folder, and the wrapper's config.json over the text model's."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         if self.config is None:
@@ -111,12 +112,12 @@ class Origin:
 
 
 def read_origin(model: PreTrainedModel) -> Origin:
-    """Return the `Origin` of a model's folder; an empty one for a model that was built here."""
+    """Return the `Origin` that `remember_origin` attached; an empty one if the model has no folder."""
     return getattr(model, _ATTRIBUTE, None) or Origin()
 
 
 def remember_origin(model: PreTrainedModel, folder: Path) -> None:
-    """Attach the `Origin` of its folder to a model."""
+    """Read the `Origin` of the folder from which a model was loaded, and attach it to the model."""
     config = read_object(folder / CONFIG)
     is_wrapper = "text_config" in config
     own = set(as_stored(model, {name: weight.to("meta") for name, weight in model.state_dict().items()}))
@@ -131,7 +132,7 @@ def remember_origin(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _is_kept(model: PreTrainedModel, name: str, is_wrapper: bool) -> bool:
-    """Return whether a stored tensor is outside the text model, or ignored by the model's class."""
+    """Return whether a stored tensor is not part of the text model, or is ignored by the model's class."""
     own = text_name(name)
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     if any(re.search(pattern, one) for pattern in patterns for one in (name, own)):
@@ -141,24 +142,24 @@ def _is_kept(model: PreTrainedModel, name: str, is_wrapper: bool) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """Return an adapted weight's name in the model without adapters."""
+    """Return the name that a weight has in the model without adapters."""
     return name.replace(BELOW, "")
 
 
 def text_name(name: str) -> str:
-    """Return the in-memory name of a tensor in a wrapper's folder; return any other name unchanged."""
+    """Convert a tensor's name in a wrapper's folder to its name in memory; return other names unchanged."""
     for pattern, own in WRAPPED_NAMES.items():
         name = re.sub(pattern, own, name)
     return name
 
 
 def as_stored(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert weights to the folder's form: the wrapper's names, one tensor per expert."""
+    """Convert a model's weights to the form of its folder: stored names, and one tensor per expert."""
     return dict(revert_weight_conversion(model, dict(weights)))
 
 
 def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Convert tensors of a folder to the model's own form and names; unknown tensors stay unchanged."""
+    """Convert a folder's tensors to the names and form in memory; return unknown tensors unchanged."""
     own = {plain_name(name) for name in model.state_dict()}
     if own.issuperset(tensors) or any(".lora_" in name for name in tensors):
         return tensors
@@ -180,9 +181,9 @@ def from_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Mappin
 
 @contextmanager
 def quiet_library() -> Iterator[None]:
-    """Silence transformers' table of unread tensors, and progress bars, which break a run's live display.
+    """Silence transformers' progress bars and its table of unread tensors, which break a run's live display.
 
-    If a required tensor was not read, the caller raises an error.
+    Callers must check themselves whether a required tensor is missing.
     """
     was_enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -196,7 +197,10 @@ def quiet_library() -> Iterator[None]:
 
 
 def refuse_joined(model: PreTrainedModel) -> None:
-    """Refuse a model whose folder stores several tensors as one, since weights are sent tensor by tensor."""
+    """Raise ModelFolderError if the folder joins several of the model's tensors to one.
+
+    Weights are sent tensor by tensor, so a joined tensor could not be sent.
+    """
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(model, add_legacy=False)

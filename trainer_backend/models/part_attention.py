@@ -1,10 +1,10 @@
-"""Attention on a CPU in parts: over shared keys, and over each query's own keys. The results are then joined.
+"""Computes attention on a CPU in parts: over keys that queries share, and over other keys. Joins the results.
 
-With output o_i and log-sum-exp l_i of part i, the whole is
+Let o_i be the output of part i, and l_i the log-sum-exp of its scores. Over all keys, they are
 
     l = log sum_i exp(l_i)      o = sum_i exp(l_i - l) o_i
 
-A part's backward pass with o and l of the whole, instead of its own, gives the exact gradient of the whole.
+If the backward pass of a part uses o and l instead of o_i and l_i, it gives the exact gradient of o.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691 (forward and backward by blocks); Liu et al., Ring Attention,
 arXiv:2310.01889 (separate blocks, then joined).
@@ -20,7 +20,7 @@ from torch import Tensor
 
 _FORWARD_NAME = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD_NAME = f"{_FORWARD_NAME}_backward"
-# None if torch has no such operator.
+# None if this version of torch has no such operator.
 _FORWARD: Any = getattr(torch.ops.aten, _FORWARD_NAME, None)
 _BACKWARD: Any = getattr(torch.ops.aten, _BACKWARD_NAME, None)
 # Up to this number of keys, plain products are faster on a CPU than torch's kernel, which works in blocks.
@@ -29,7 +29,7 @@ _SHORT = 128
 
 @cache
 def why_no_parts() -> str | None:
-    """Return why this torch cannot attend in parts (its private operators differ); None if it can."""
+    """Return why torch's private operators do not support attention in parts; None if they do."""
     forward = "query key value dropout_p is_causal attn_mask scale"
     backward = "grad_out query key value out logsumexp dropout_p is_causal attn_mask scale"
     for name, operator, wanted in (
@@ -43,13 +43,16 @@ def why_no_parts() -> str | None:
 
 
 def join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Join a part to `out` [n, H, D] and `lse` [n, H], in place."""
+    """Join the output and log-sum-exp of a further part to `out` [n, H, D] and `lse` [n, H], in place."""
     out.lerp_(part, (part_lse - lse).sigmoid_()[..., None])  # exp(l_2 - l) = 1 / (1 + exp(l_1 - l_2))
     torch.logaddexp(lse, part_lse, out=lse)
 
 
 def widened(v: Tensor, size: int) -> Tensor:
-    """Pad values with zeros to the keys' head dimension, as kernels need; DeepSeek's values are narrower."""
+    """Pad the last axis of values with zeros to `size`, the keys' head dimension.
+
+    The kernels need keys and values of equal head dimension; DeepSeek's values are narrower.
+    """
     return v if v.shape[-1] == size else torch.nn.functional.pad(v, (0, size - v.shape[-1]))
 
 
@@ -59,7 +62,7 @@ def heads_first(tokens: Tensor) -> Tensor:
 
 
 def folded(tokens: Tensor, kv_heads: int) -> Tensor:
-    """Reshape [n, H, D] to [1, H_kv, n * H / H_kv, D]: heads that share keys become more queries."""
+    """Reshape [n, H, D] to [1, H_kv, n * H / H_kv, D]: heads that share a key head become more queries."""
     times = tokens.shape[1] // kv_heads
     if times == 1:
         return heads_first(tokens)
@@ -68,7 +71,7 @@ def folded(tokens: Tensor, kv_heads: int) -> Tensor:
 
 
 def unfolded(part: Tensor, heads: int) -> Tensor:
-    """Invert `folded`: return [n, H, D]."""
+    """Undo `folded`, and return [n, H, D] with `heads` heads."""
     times = heads // part.shape[1]
     by_key = part[0].reshape(part.shape[1], -1, times, part.shape[-1])
     return by_key.permute(1, 0, 2, 3).flatten(1, 2)
@@ -77,7 +80,10 @@ def unfolded(part: Tensor, heads: int) -> Tensor:
 def attended(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute the attention [B, H, n, D] and the log-sum-exp [B, H, n] of one part."""
+    """Compute the attention output [B, H, n, D] and the log-sum-exp [B, H, n] of one part.
+
+    Queries do not attend to keys where `hidden` is true; with `hidden`, `causal` is ignored.
+    """
     if hidden is None and k.shape[2] > _SHORT:
         out, lse = _FORWARD(q, k, v, 0.0, causal, scale=scale)
         return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
@@ -87,7 +93,7 @@ def attended(
 
 
 def attended_under(mask_B1NL: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `attended` with a mask that is added to the scores; the result has no gradient."""
+    """Compute `attended` with a mask that is added to the scores. `gradients` supports no such mask."""
     out, lse = _FORWARD(q, k, v, 0.0, False, attn_mask=mask_B1NL, scale=scale)
     return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
 
@@ -96,7 +102,10 @@ def gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     hidden: Tensor | None, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute a part's gradients of queries, keys and values; `out` and `lse` are of the whole attention."""
+    """Compute one part's gradients of queries, keys and values.
+
+    `out` and `lse` are the output and log-sum-exp over all parts.
+    """
     if hidden is None and k.shape[2] > _SHORT:
         lse = lse if _lse_is_by_head() else lse.transpose(1, 2)
         dq, dk, dv = _BACKWARD(
@@ -121,6 +130,6 @@ def _scores(q: Tensor, k: Tensor, hidden: Tensor | None, causal: bool, scale: fl
 
 @cache
 def _lse_is_by_head() -> bool:
-    """Return whether the kernel returns log-sum-exp as [B, H, n], not [B, n, H]."""
+    """Return whether torch's kernel returns the log-sum-exp as [B, H, n] instead of [B, n, H]."""
     some = torch.zeros(1, 1, 2, 8)
     return tuple(_FORWARD(some, some, some)[1].shape) == (1, 1, 2)

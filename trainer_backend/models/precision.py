@@ -1,15 +1,15 @@
-"""The arithmetic that learner, engine, reference and fixed policies share.
+"""Defines the floating-point arithmetic that learner, engine, reference and fixed policies share.
 
-With a low precision (bfloat16 on CUDA):
+With a low precision (bfloat16 on CUDA), numbers are rounded to it or kept in float32 as follows:
 
     matrix products         rounded factors, float32 sums: by autocast, or with rounded weights
-    embeddings              rounded at look-up
+    embeddings              rounded when they are looked up
     residual stream, norms  float32
     keys and values         rounded once, after rotation
     logits                  rounded factors, float32 sums
 
-So float32 matrices that every product rounds (in training) give the same results as rounded matrices (in
-serving). Without a low precision everything is float32.
+Training keeps matrices in float32 and rounds them for every product; serving keeps rounded matrices. Both
+therefore give the same results. Without a low precision, everything is float32.
 """
 
 from collections.abc import Mapping
@@ -21,17 +21,20 @@ from transformers import PreTrainedModel
 
 
 def held_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a weight is held: `dtype` for matrices, float32 for norms and biases."""
+    """Return the dtype in which a weight is stored: `dtype` for matrices, float32 for norms and biases."""
     return dtype if weight.dim() > 1 else torch.float32
 
 
 def tokens_for(model: PreTrainedModel, ids_BL: Tensor, low: torch.dtype | None) -> Mapping[str, Tensor]:
-    """Return a model's inputs: token ids, or, with a low precision, embeddings rounded to it in float32."""
+    """Return the keyword arguments with which a model receives tokens: ids, or embeddings if `low` is set.
+
+    The embeddings are rounded to the dtype `low` and returned as float32.
+    """
     if low is None:
         return {"input_ids": ids_BL}
     tokens = {"inputs_embeds": model.get_input_embeddings()(ids_BL).to(low).float()}
     if getattr(model.config.get_text_config(), "hidden_size_per_layer_input", None):
-        # Gemma's embeddings per layer. Without ids, Gemma would search for the ids by their embeddings.
+        # Gemma also has embeddings for each layer. Given no ids, it would search for them by the embeddings.
         decoder: Any = model.base_model
         tokens["per_layer_inputs"] = decoder.get_per_layer_inputs(ids_BL).to(low).float()
     return tokens

@@ -1,7 +1,7 @@
-"""Causal language models of 0.3 to 26 million parameters, built from a `transformers` config.
+"""Builds presets: small language models with random weights, which a job can train from scratch.
 
-The presets are ordinary Qwen3 models, small enough to be trained from scratch. One core of a laptop trains
-those of under a million parameters. Shapes: `core.presets`.
+Presets are ordinary Qwen3 models of 0.3 to 26 million parameters. One core of a laptop is enough to train a
+preset of under a million parameters. `core.presets` lists their shapes.
 """
 
 import math
@@ -15,9 +15,10 @@ from trainer_backend.errors import ModelFolderError
 
 
 def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0) -> PreTrainedModel:
-    """Build a randomly initialised preset for a tokenizer's vocabulary, in float32 and evaluation mode.
+    """Build the preset `name` with random weights for a tokenizer's vocabulary, in float32 and eval mode.
 
-    The same name, tokenizer size and seed give the same weights; torch's global generator is not changed.
+    The same name, vocabulary size and seed give the same weights. The state of torch's global random
+    generator is left unchanged.
     """
     if name not in PRESETS:
         raise ModelFolderError(f"preset is {name!r}{did_you_mean(name, PRESETS)}", where="model.preset")
@@ -36,9 +37,9 @@ def build_preset(name: str, tokenizer: PreTrainedTokenizerFast, *, seed: int = 0
     return model
 
 
-# Standard deviation of initial weights, for models up to this width. The usual 0.02 is meant for wide models:
-# at width 96 the first logits would be nearly flat, and the warm-up slow to start. For wider models we lower
-# the deviation, so that logits keep their scale.
+# Standard deviation of the initial weights, for models up to the width _NARROW. The usual 0.02 is meant for
+# wide models: at width 96 the first logits would be nearly equal, and the warm-up would be slow to start. For
+# wider models the deviation is lowered, so that logits keep their scale.
 _DEVIATION, _NARROW = 0.06, 128
 
 

@@ -1,8 +1,9 @@
 """Records which experts the routers of a mixture-of-experts model choose, and replays the choices later.
 
-Every family's router selects k of E experts by one `torch.topk` over [tokens, E] scores; the computation of
-scores and weights differs by family. Replay replaces the result of that call by the recorded indices and the
-router's own scores at these indices. So weights and gradients still come from the router.
+In every model family, a router selects k of E experts with one call of `torch.topk` on [tokens, E] scores.
+Families differ in how they compute the scores and the weights of experts. A replay replaces the result of the
+`topk` call: it returns the recorded indices, and the scores that the router now computes for these indices.
+So the weights of the experts, and their gradients, still come from the router.
 
 Source: Ma et al., Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers ("R3"),
 arXiv:2510.11370.
@@ -40,7 +41,7 @@ def count_experts(model: PreTrainedModel) -> int:
 
 
 class Routers:
-    """The routers of a model, in the order of its layers; empty for a model without experts."""
+    """Reads and replaces the choices of a model's routers. `len` is 0 for a model without experts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._experts = count_experts(model)
@@ -58,14 +59,15 @@ class Routers:
     def choosing(self, choose: Choose, *, alone: bool = False) -> Iterator[None]:
         """Let `choose` select the experts inside the context.
 
-        `choose` receives the router's own choice, changed by outer `choosing` contexts unless `alone`.
+        `choose` receives the index of the router and a choice [T, k]. This is the router's own choice if
+        `alone`. Otherwise, it is the router's choice after outer `choosing` contexts have replaced it.
         """
         hooks = []
         try:
             for number, router in enumerate(self._modules):
                 mode = _Choice(self._experts, partial(choose, number), alone=alone)
                 hooks.append(router.register_forward_pre_hook(mode.begin))
-                # Prepended, so that the context that begins last ends first.
+                # Prepended, so that of nested contexts the inner one ends first.
                 hooks.append(router.register_forward_hook(mode.end, prepend=True, always_call=True))
             yield
         finally:
@@ -74,7 +76,7 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Collect each router's choice [T, k] inside the context, in the order of layers."""
+        """Yield a list that receives each router's choice [T, k] in the context, in the order of layers."""
         chosen: list[Tensor] = []
 
         def note(number: int, own_Tk: Tensor) -> Tensor:
@@ -85,10 +87,13 @@ class Routers:
             yield chosen
 
     def columns(self, chosen: list[Tensor], *, rows: int) -> NDArray[np.uint16]:
-        """Return the recorded choices of a pass of B rows as [B, L, W], W = layers * k.
+        """Return the choices that `recording` collected in one forward pass as [B, L, W], W = layers * k.
+
+        Args:
+            rows: B, the number of sequences in the pass.
 
         Raises:
-            ModelFolderError: a router does not call `topk` exactly once per pass.
+            ModelFolderError: a router did not call `topk` exactly once in the pass.
         """
         if len(chosen) != len(self):
             raise ModelFolderError(
@@ -104,14 +109,14 @@ class Routers:
 
 @torch.inference_mode()
 def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers | None:
-    """Return the routers whose choices the engine records; None if it records none.
+    """Return the routers of `model` if the engine should record their choices, and None if it should not.
 
     Args:
-        wanted: the job's setting; None: record only in a low precision, since in float32 sampler and learner
-            choose alike.
+        wanted: the job's setting. None: record if the precision is below float32 and the model allows it. In
+            float32, sampler and learner choose the same experts.
 
     Raises:
-        ModelFolderError: recording is wanted, but the choices cannot be recorded.
+        ModelFolderError: `wanted` is True, but the choices cannot be recorded.
     """
     routers = Routers(model)
     if wanted is False or not len(routers) or (wanted is None and model.dtype == torch.float32):
@@ -131,20 +136,21 @@ def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers 
     return routers
 
 
-# The current replay. A checkpointed layer remembers it (`again`) for its recomputation in the backward pass,
-# which may run after the end of the replay, or inside another one.
+# Opens the context of the current replay. A layer with activation checkpointing stores it (`again`) for its
+# recomputation in the backward pass, which may run after the replay has ended, or inside another replay.
 _replay: ContextVar[Callable[[], AbstractContextManager[None]] | None] = ContextVar("_replay", default=None)
 
 
 @contextmanager
 def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[None]:
-    """Send tokens to these experts inside the context; where a number is below 0, the router chooses.
+    """Replay recorded choices of experts inside the context.
 
     Args:
-        experts_BLW: the choices of the pass, as from `Routers.columns`; None: no replay.
+        experts_BLW: the recorded choices, in the layout of `Routers.columns`. Where an expert's number is
+            below 0, the router's own choice is used. None: no replay.
 
     Raises:
-        ModelFolderError: the model's routers do not make W choices per token.
+        ModelFolderError: the model's routers do not choose W experts per token in total.
     """
     if experts_BLW is None:
         yield
@@ -178,18 +184,22 @@ def replaying(model: PreTrainedModel, experts_BLW: Tensor | None) -> Iterator[No
 
 
 def again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return a layer's contexts for forward pass and recomputation: `context_fn` of torch's checkpoints."""
+    """Return the contexts for a layer's forward pass and for its recomputation, which repeats the replay.
+
+    Serves as `context_fn` of `torch.utils.checkpoint`.
+    """
     replay = _replay.get()
     return nullcontext(), nullcontext() if replay is None else replay()
 
 
 class _Choice(TorchFunctionMode):
-    """Replaces a router's choice of experts by that of `choose`."""
+    """Intercepts a router's `topk` call, and replaces the chosen experts by those that `choose` returns."""
 
     def __init__(self, experts: int, choose: Callable[[Tensor], Tensor], *, alone: bool) -> None:
         super().__init__()
         self._experts, self._choose = experts, choose
-        # With outer contexts, a recomputation saves more tensors than the first pass, which torch refuses.
+        # If outer contexts acted in a recomputation, it would save more tensors than the first pass did, and
+        # torch would raise an error.
         self._unseen: Callable[[], AbstractContextManager[None]] = (
             torch._C.DisableTorchFunction if alone else nullcontext
         )

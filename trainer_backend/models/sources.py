@@ -16,17 +16,22 @@ from trainer_backend.job.tables import ModelTable
 from trainer_backend.models.folder import load_tokenizer
 from trainer_backend.models.tokenizer import CHAT_TEMPLATE_KWARGS_KEY, TOOL_CALL_FORMAT_KEY
 
-# The files of a repository that `transformers` reads. Pickles are never fetched, nor second copies of the
-# weights in other forms.
+# The files of a repository that `transformers` reads. The patterns leave out pickles, and further copies of
+# the weights in other formats.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model")
 UNWANTED = ("*/*.safetensors", "*/*.json", "*/*.txt", "consolidated*")
 
 
 def model_folder(table: ModelTable, *, cached_only: bool = False) -> Path:
-    """Return the folder with the model of [model]; a hub name is fetched into the hub's cache if needed.
+    """Return the folder of the model that [model] names. A model of the hub is downloaded if needed.
 
-    With `cached_only` the hub is not contacted. Raises ModelFolderError if the hub has no such model or
-    denies access, or if the model is not cached and the hub cannot be reached.
+    Args:
+        table: [model]; it has `path`, or the `name` of a model on the Hugging Face hub.
+        cached_only: look for a model of the hub only in its local cache, without contacting the hub.
+
+    Raises:
+        ModelFolderError: the hub has no such model or denies access; or the model is not in the cache, and
+            the hub cannot be reached.
     """
     if table.path is not None:
         return table.path
@@ -66,7 +71,7 @@ _LOCAL = "Set model.path to use a folder on this machine."
 
 
 def remember_chat_settings(tokenizer: PreTrainedTokenizerFast, table: ModelTable) -> None:
-    """Copy the job's chat settings into the tokenizer's settings, which checkpoints store."""
+    """Copy [model]'s chat settings into the tokenizer's `init_kwargs`, so that checkpoints store them."""
     if table.tool_call_format is not None:
         tokenizer.init_kwargs[TOOL_CALL_FORMAT_KEY] = table.tool_call_format
     if table.chat_template_kwargs:
@@ -80,5 +85,5 @@ def tokenizer_in(folder: Path, table: ModelTable) -> PreTrainedTokenizerFast:
 
 
 def in_folder(table: ModelTable, folder: Path) -> ModelTable:
-    """Return the job's [model] table for another folder, with the same chat and device settings."""
+    """Return a copy of [model] that names the model in `folder` and keeps all other settings."""
     return table.model_copy(update={"preset": None, "name": None, "path": folder})

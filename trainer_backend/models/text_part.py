@@ -1,4 +1,4 @@
-"""Builds the causal language model of a config; only the text part of a wrapper of text and vision."""
+"""Builds a causal language model from its config. Of a vision-language model, only the text part is built."""
 
 from functools import cache
 from pathlib import Path
@@ -17,11 +17,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
 def text_config(folder: Path) -> Any:
-    """Read the config of a folder's model. Of a wrapper of text and vision, return the text part's config."""
+    """Read the config of the model in a folder. Of a vision-language model, return the text part's config."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     text = config.get_text_config(decoder=True)
     if text is not config:
-        # The wrapper's class reads this key from its own config; some text configs lack it.
+        # A vision-language model reads this key from its own config; some text configs lack it.
         text.tie_word_embeddings = getattr(config, "tie_word_embeddings", False)
     return text
 
@@ -43,7 +43,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def empty_model(config: Any) -> PreTrainedModel:
-    """Build the causal language model of a config on the meta device, without memory."""
+    """Build the causal language model of a config on the meta device, so that weights occupy no memory."""
     with torch.device("meta"):
         model: PreTrainedModel = causal_class(config)._from_config(config)  # type: ignore[no-untyped-call]
     return model
@@ -51,9 +51,10 @@ def empty_model(config: Any) -> PreTrainedModel:
 
 @cache
 def _with_head(decoder: Any) -> type[PreTrainedModel]:
-    """Return a causal model class for a wrapper's decoder, for which transformers has none.
+    """Return a causal language model class for a decoder class for which `transformers` has none.
 
-    Like the wrapper on text alone, it applies a head to the decoder's hidden states.
+    `decoder` is the text decoder of a vision-language model. The returned class applies a linear head to the
+    decoder's hidden states, as the vision-language model does if its input is only text.
     """
     base: Any = decoder.__mro__[1]
 

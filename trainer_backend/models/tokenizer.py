@@ -1,7 +1,8 @@
-"""The presets' tokenizer: byte-level BPE trained on our own prompts, with a short chat template.
+"""The presets' tokenizer: byte-level BPE that is trained on a run's prompts, with a short chat template.
 
-Merges stay within a word and its leading space, so that frequent words of observations and all action names
-become one token each. Other text falls back to bytes. Decoding restores every text exactly.
+A token never spans more than a word and the space before the word. Frequent words of observations and all
+action names become one token each; rare words are split, if necessary into bytes. Decoding restores every
+text exactly. An example of a rendered prompt and answer:
 
     <|user|>wood 2 tree 3 left<|assistant|><|call|> move_left do<|end|>
 """
@@ -20,10 +21,12 @@ TOOL_CALL_FORMAT_KEY = "turnwise_tool_call_format"
 # Key of tokenizer_config.json with further variables of the chat template; `inference.rendering` reads it.
 CHAT_TEMPLATE_KWARGS_KEY = "turnwise_chat_template_kwargs"
 WORD_PATTERN = r" ?[^\s]+|\s+"
-# Count of each of `whole_words` in training: higher than any real word's, so that its merges come first.
+# Number of times that each of `whole_words` occurs in the training text: more often than any other word, so
+# that BPE merges these words first.
 WHOLE_WORD_COUNT = 20_000
 
-# Writes the short form of a call (tool_formats/turnwise.py) if the only tool has one enum argument.
+# Writes a call in its short form (tool_formats/turnwise.py) if there is one tool, and its only argument is an
+# enum value or a list of enum values.
 CHAT_TEMPLATE = """\
 {%- set ns = namespace(short='') -%}
 {%- if tools and tools|length == 1 -%}
@@ -56,10 +59,16 @@ CHAT_TEMPLATE = """\
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int = 1024, *, whole_words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Train the presets' tokenizer, of at most `vocab_size` tokens: 256 bytes, special tokens, and merges.
+    """Train the presets' tokenizer and return it with its chat template.
 
-    `texts` are prompts as the model will see them; their frequent words become single tokens. Each of
-    `whole_words`, the action names, becomes one token with its leading space, even if `texts` lacks it.
+    Args:
+        texts: prompts in the form in which the model reads them. Their frequent words become single tokens.
+        vocab_size: the largest number of tokens: 256 bytes, the special tokens, and merges.
+        whole_words: the action names. Each becomes one token with its leading space, even if `texts` do not
+            contain it.
+
+    Raises:
+        ModelFolderError: `vocab_size` is too small for `whole_words`.
     """
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated")
@@ -97,8 +106,8 @@ def id_count(tokenizer: PreTrainedTokenizerFast) -> int:
 
 
 def _corpus(texts: Iterable[str], whole_words: Sequence[str]) -> Iterable[str]:
-    # Encoding cuts out special tokens before merges apply. Left in a training text, a special token would be
-    # merged with its neighbours, and such merges could never be used.
+    # The encoder separates special tokens from the text before it applies merges. If the training texts kept
+    # their special tokens, BPE would learn merges across them, which the encoder could never use.
     special = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
     for text in texts:
         yield from special.split(text)

@@ -1,1 +1,1 @@
-"""The processes of a run: starts, calls and ends each of them. The training loop is in `run/`."""
+"""Starts, calls and ends the processes of a run. The training loop is in `run/`."""

@@ -1,4 +1,7 @@
-"""The role of a gateway's engine: its command, and its calls over a socket (`service_kit.socket_calls`)."""
+"""Defines how a gateway starts and calls the process of its engine.
+
+The calls travel over a socket (`service_kit.socket_calls`).
+"""
 
 import sys
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ _MODULE = "trainer_backend.processes.engine_process"
 
 
 def engine_role(socket: int) -> Role:
-    """Return the role of an engine process, which inherits the socket of its calls."""
+    """Return the role of an engine process. The process inherits `socket` and receives its calls there."""
     command = (sys.executable, "-m", _MODULE, "--socket", str(socket))
     return Role("engine", lambda place: command, descriptors=(socket,))
 
@@ -27,12 +30,12 @@ class EngineSetup(Body):
     model: ModelTable
     keys: EngineKeys
     version: PolicyVersion
-    """The version that the engine serves first."""
+    """The first version that the engine serves."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCall:
-    """A request for a sample; `Extras` explains most fields."""
+    """The arguments of a generation request; `Extras` explains most of the fields."""
 
     ids: tuple[int, ...]
     sampling: Sampling
@@ -40,13 +43,13 @@ class EngineCall:
     processed: bool
     common_draws: bool
     stop: tuple[str, ...]
-    """Strings that end the sample, in the text that the policy's tokenizer decodes."""
+    """Strings that end the generation once the decoded text contains one of them."""
     streams: bool
     """Whether each token is sent as soon as it is sampled."""
 
 
-# `serve` comes first: its single progress message means that the engine answers, and its result is the reason
-# why the engine stopped. The other calls also return the engine's counters.
+# `serve` must be the first call. Its only progress message means that the engine accepts calls; its result is
+# the reason why the engine stopped. The other calls also return the engine's counters.
 ENGINE_CALLS = Table(
     {
         "serve": Call(tuple[EngineSetup], str, progress=tuple[()]),

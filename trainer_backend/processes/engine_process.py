@@ -1,7 +1,7 @@
-"""`python -m trainer_backend.processes.engine_process --socket N`: a gateway's local engine in a process.
+"""`python -m trainer_backend.processes.engine_process --socket N`: runs a gateway's local engine.
 
-`processes.process_engine` starts it and calls it over a socket that it inherits (`processes.engine_calls`).
-It ends with its parent. Logs go to stderr.
+`processes.process_engine` starts this process, and calls it over an inherited socket
+(`processes.engine_calls`). The process ends when its parent ends. Logs go to stderr.
 """
 
 import os
@@ -37,7 +37,7 @@ from trainer_backend.processes.policy_server import engine_of_folder
 
 
 class EngineHost:
-    """Implements the calls with an engine in this process."""
+    """Implements the calls of `ENGINE_CALLS` with an engine in this process."""
 
     def __init__(self) -> None:
         self._engine: LocalEngine | None = None

@@ -1,6 +1,7 @@
-"""One gateway of a run with [cluster]: its public address, and the child process that serves there.
+"""Keeps one gateway of a run with [cluster] serving at its public address.
 
-A process that dies, or hangs and is killed, is replaced at the same address. No torch here.
+A gateway process that dies, or that is killed because it hangs, is replaced at the same address. This module
+does not import torch.
 """
 
 import asyncio
@@ -54,35 +55,35 @@ _LOAD_S = 600.0
 _MOST_IN_VAIN = 3
 _LOOK_S = 0.2
 _SHOWN = 500
-# Time for the last answer of a process that has ended.
+# Time to wait for the result of the call `serve` after the process has ended.
 _LAST_WORDS_S = 1.0
 
 
 def added(counts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Sum the counts that have the same name. Pure."""
+    """Return, for each name, the sum of its counts in all mappings. Pure."""
     names = dict.fromkeys(name for one in counts for name in one)
     return {name: sum(one.get(name, 0) for one in counts) for name in names}
 
 
 @dataclass(slots=True)
 class _Life:
-    """One process of a gateway, and the reason for its end."""
+    """What the run knows about one process of a gateway, from the start of the process to its end."""
 
     child: Process
     version: PolicyVersion
     url: str = ""
-    """Address for calls; empty: not known yet."""
+    """Address for the calls of the run; empty until it is known."""
     public_url: str = ""
-    """Address for requests."""
+    """Address for the requests of task apps."""
     announced: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the process answers requests."""
     moves: list[tuple[str, str]] = field(default_factory=list)
-    """Former and new addresses of vLLM servers, not sent to the process yet."""
+    """Former and new addresses of vLLM servers that have moved, until they are sent to the process."""
     tasks: list[asyncio.Future[Any]] = field(default_factory=list)
-    """Three tasks: they wait for the end of the process, the end of the call `serve`, and `announced`."""
+    """Three tasks, which wait for the end of the process, the end of the call `serve`, and `announced`."""
     has_answered: bool = False
     fault: Exception | None = None
-    """Why no process can serve the policies."""
+    """Set if a further process would fail too: the error to raise instead of starting one."""
 
     async def await_serve_result(self) -> None:
         """Wait for the result of the call `serve` after its process has ended."""
@@ -90,27 +91,27 @@ class _Life:
 
 
 class _Hopeless(Exception):
-    """No process of this gateway can serve."""
+    """Raised when a further process of this gateway would fail too."""
 
 
 class Gateway(Worker):
-    """One gateway: its public address, and the process that serves there; a dead process is replaced.
+    """Keeps one gateway's process running, at a public address that does not change.
 
     Args:
         number: index among the gateways of the run.
-        setup: makes a process's setup from the version, and from whether it is the first process.
-        say: receives a line for each process that dies, and messages of the processes.
+        setup: makes the setup of a process from the version, and from whether the process is the first one.
+        say: receives a line of text for each process that dies, and each message of a process.
         launcher: starts the processes.
-        keys: keys of requests and of calls, by environment variable.
+        keys: the keys for requests and for calls, by the name of the environment variable.
         log_file: receives the processes' logs.
-        resources: needs of all gateways together, if the launcher chooses machines for their engines; None:
-            gateways run on the orchestrator's machine.
+        resources: what all gateways need together, for a launcher that chooses machines. None: the gateways
+            run on the orchestrator's machine.
     """
 
     pauses_s = (0.0, 0.0)
     silence_s = 120.0
-    """A process that gives no sign of life for longer is treated as hanging. An engine answers between two
-    steps, and policies stop waiting for a sample earlier than this."""
+    """A process that does not answer a probe within this time is treated as hanging. A working engine answers
+    much sooner, between two decoding steps."""
 
     def __init__(
         self,
@@ -134,14 +135,14 @@ class Gateway(Worker):
             descriptors=(self._address.socket.fileno(),),
         )  # fmt: skip
         self.reporter: Reporter | None = None
-        self.renew: Say | None = None  # starts the vLLM server of an address again
+        self.renew: Say | None = None  # restarts the vLLM server at an address
         # Lets the learner send the weights to a server that is about to ask for them.
         self.serve_again: Callable[[], None] | None = None
         self._version: PolicyVersion | None = None
         self._life: _Life | None = None
         self._last_words = ""
         self._in_vain = 0  # processes in a row that ended without an answer
-        # The counts that were last read from ended processes, and from the running one.
+        # The counts of all ended processes together, and of the running process, as they were last read.
         self._ended: Mapping[str, float] = {}
         self._newest: Mapping[str, float] = {}
         self._session = plain_session(
@@ -151,14 +152,17 @@ class Gateway(Worker):
 
     @property
     def pid(self) -> int | None:
-        """The id of the gateway's process; None before the first process."""
+        """Return the id of the gateway's process; None before the first process."""
         return None if self._life is None else self._life.child.pid
 
     async def keep(self, version: PolicyVersion) -> str:
-        """Serve this version and later loaded ones until cancelled; return the reason if serving ends.
+        """Serve this version, and then each version given to `load`, until cancelled.
+
+        If serving ends earlier because every further process would fail too, return the reason.
 
         Raises:
             JobError: the gateway cannot serve this job.
+            NotPlaced: no machine had free resources for the process in time.
         """
         self._version, self._in_vain = version, 0
         self._report("starting")
@@ -189,15 +193,15 @@ class Gateway(Worker):
         self._say(f"{self.name} {what}")
 
     async def load(self, version: PolicyVersion) -> None:
-        """Let the process serve this version; if the process dies, repeat the call.
+        """Let the process serve this version. If the process dies, send the call to the next process.
 
         Raises:
-            WeightsRefused: the weights do not fit, no server takes them, or processes die during the call;
-                the previous version is still served.
+            WeightsRefused: the weights do not fit, no server accepts them, or several processes died during
+                the call. The previous version is still served.
             EngineTimeout: the process did not answer in time.
         """
         if version.address is not None and not self.ready.is_set():
-            # The starting process cannot get the previous version, which the learner no longer has.
+            # The starting process waits for the previous version, which the learner can no longer send.
             self._version = version
             if self._life is not None:
                 self._life.child.signal(signal.SIGKILL)
@@ -208,25 +212,27 @@ class Gateway(Worker):
         self._report("serving")
 
     async def release(self) -> None:
-        """Let its vLLM servers sleep until the next load."""
+        """Let the gateway's vLLM servers sleep until the next load."""
         await self._ask_until_answered("release")
 
     async def verify(self) -> list[str]:
-        """Check that its fixed policies have not changed; return a line for each local one."""
+        """Check that the gateway's fixed policies are unchanged; return one line for each local policy."""
         return [f"{self.name}: {line}" for line in await self._ask_until_answered("verify")]
 
     async def move_server(self, url: str, new_url: str) -> None:
-        """Send the new address of a vLLM server to the process, now or once it serves."""
+        """Send the new address of a vLLM server to the process, at once or as soon as the process serves."""
         if self._life is not None:
             self._life.moves.append((url, new_url))
             if self.ready.is_set():
                 await self._pass_moves_on(self._life)
 
     async def totals(self) -> dict[str, float]:
-        """Return the current counts of the actor since the start of the run, or the last known ones.
+        """Read and return the actor's counts since the start of the run.
+
+        If the process does not answer, return the counts that were read last.
 
         Raises:
-            EngineTimeout: no counts are known, and the process did not answer in time.
+            EngineTimeout: the process did not answer in time, and no counts were read before.
         """
         while True:
             if not self.known_totals:
@@ -238,7 +244,7 @@ class Gateway(Worker):
 
     @property
     def known_totals(self) -> dict[str, float]:
-        """The counts that were read last; they never decrease."""
+        """Return the counts that were read last, summed over all processes so far; they never decrease."""
         return added([self._ended, self._newest])
 
     async def close(self) -> None:
@@ -258,7 +264,11 @@ class Gateway(Worker):
             self._newest = counts
 
     async def _ask_until_answered(self, name: str, *arguments: Any) -> Any:
-        """Make a call, and repeat it if the process dies; WeightsRefused if processes die repeatedly."""
+        """Make a call and return its result. If the process dies, send the call to the next process.
+
+        Raises:
+            WeightsRefused: `_MOST_IN_VAIN` processes died during the call.
+        """
         restarts = self.restarts
         while True:
             await self.ready.wait()
@@ -274,9 +284,10 @@ class Gateway(Worker):
         return await self._launcher.start(self._role)
 
     async def serve(self, process: Process) -> bool:
-        """Return True once the process answers requests; False if it failed or a newer version was loaded.
+        """Wait until the process answers requests and return True.
 
-        The next process then begins with the newer version.
+        Return False if the process failed, or if `load` received a newer version before the process was
+        ready. The next process then begins with the newest version.
         """
         assert self._version is not None, "`keep` sets it"
         self._life = life = _Life(process, self._version)
@@ -284,7 +295,7 @@ class Gateway(Worker):
         if address is None:
             return False
         life.url, life.version = address, self._version
-        # `ended` also reads the output of libraries, or the process would block.
+        # `ended` also reads what libraries print; with a full pipe, the process would block.
         life.tasks = [
             asyncio.ensure_future(work)
             for work in (process.ended(), self._serve(life), life.announced.wait())
@@ -367,7 +378,9 @@ class Gateway(Worker):
     async def _call(
         self, name: str, *arguments: Any, timeout_s: float | None = None, tell: Tell | None = None
     ) -> Any:
-        """Make a call and return its result. Errors begin with this gateway's name, except those of `serve`.
+        """Make a call and return its result.
+
+        The message of an error begins with this gateway's name, unless the call is `serve`.
 
         Raises:
             aiohttp.ClientError, OSError: the process has ended.
@@ -398,15 +411,16 @@ class Gateway(Worker):
         except TrainerError as error:
             if name == "serve":
                 raise
-            if isinstance(error, EngineStopped):  # the process ends, as its engine has
+            if isinstance(error, EngineStopped):  # the process ends because its engine has stopped
                 raise ConnectionResetError(f"{self.name}: {error}") from error
             error.detail = f"{self.name}: {error.detail}"
             raise
 
 
 def load_s(table: InferenceTable) -> float:
-    """Return the most seconds that a gateway may take to serve a version.
+    """Return the time limit, in seconds, for a gateway to start serving a version.
 
-    With vLLM it waits for the first server, for the load, and for the other servers.
+    With vLLM, a gateway waits up to three times: for the first server, for the load, and for the other
+    servers.
     """
     return _LOAD_S + 3 * table.replica_patience_s

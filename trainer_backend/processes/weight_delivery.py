@@ -1,4 +1,4 @@
-"""Delivers the policy's versions to engines: as folders (RUN/weights/version_n), or as tensors."""
+"""Delivers the policy's versions to engines: as folders RUN/weights/version_n, or as tensors."""
 
 import asyncio
 import json
@@ -23,14 +23,17 @@ from trainer_backend.rundir.layout import RunDirectory
 
 log = structlog.get_logger("weights")
 Result = TypeVar("Result")
-# A server that has announced a request for weights makes it within this time, or announces it again.
+# A server that has announced a request for weights sends it within this time, or announces it again.
 _ABOUT_TO_ASK_S = 5.0
 _PROMPT_TOKENS = 64
 _KEPT_VERSIONS = 2
 
 
 async def on_thread(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Run work on a thread. Wait for its end even if cancelled, since the learner may be saved next."""
+    """Run `work` on a thread and return its result.
+
+    A cancelled call also waits until `work` has ended, because the learner may be saved next.
+    """
     working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
         return await asyncio.shield(working)
@@ -39,19 +42,20 @@ async def on_thread(work: Callable[..., Result], *arguments: Any) -> Result:
 
 
 class WeightFolders:
-    """Writes the learner's policy, one folder per version.
+    """Delivers the learner's policy to engines by writing one folder per version.
 
-    The newest two are kept: a restarted engine loads the newest, and another may still read the previous one.
+    The newest two folders are kept: a restarted engine loads the newest version, and another engine may still
+    be reading the previous one.
 
     Args:
-        prompt_tokens: length limit of the test prompt that the learner scores for each version; 0: no prompt.
-        has_adapters: whether versions are folders of adapters; the base model is then written once, with the
+        prompt_tokens: most tokens of the test prompt that the learner scores for each version; 0: no prompt.
+        has_adapters: whether the folders contain adapters only. The base model is then written once, with the
             first version.
-        sleeps: whether servers sleep while the learner works.
+        sleeps: whether vLLM servers sleep while the learner works.
     """
 
     servers: VllmServers | None = None
-    """The run's own servers, from the first version to `close`."""
+    """The vLLM servers that the run starts with its first version, if any. `close` stops them."""
 
     def __init__(
         self,
@@ -68,24 +72,24 @@ class WeightFolders:
         self._sleeps = sleeps
         self._newest: PolicyVersion | None = None
         self.held: PolicyVersion | None = None
-        """The version that servers must load again before they sample; None: a version is served."""
+        """The version that sleeping servers must load before they sample; None: no server sleeps."""
 
     async def write(self, number: int) -> PolicyVersion:
-        """Write the current policy as this version; the first call starts the servers."""
+        """Write the policy as version `number` and return the version; the first call starts `servers`."""
         self._newest = version = await on_thread(self._write, number)
         if self.servers is not None:
             await self.servers.start(version.model)
         return version
 
     def hold(self) -> None:
-        """Do not restart sleeping servers until the next load, since the learner needs the memory."""
+        """If servers sleep, restart none of them until the next `deliver`: the learner needs their memory."""
         if self._sleeps:
             self.held = self._newest
             if self.servers is not None:
                 self.servers.may_start.clear()
 
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
-        """Await `loading`, in which engines load the newest version."""
+        """Await `loading`, a coroutine that lets engines load the newest version."""
         self.held = None
         if self.servers is not None:
             self.servers.may_start.set()
@@ -96,7 +100,7 @@ class WeightFolders:
 
     @property
     def renew(self) -> Callable[[str], None] | None:
-        """Restarts the server of an address; None if the run has no own servers."""
+        """Return a function that restarts the server at an address; None if the run started no servers."""
         return None if self.servers is None else self.servers.renew
 
     async def close(self) -> None:
@@ -131,7 +135,7 @@ class WeightFolders:
 
 
 class WeightCopies(WeightFolders):
-    """Versions for an engine of this process, which copies the learner's own weights."""
+    """Writes nothing: an engine in this process copies the weights from the learner's model."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner, Path())
@@ -141,10 +145,11 @@ class WeightCopies(WeightFolders):
 
 
 class WeightBroadcast(WeightFolders):
-    """Lets the learner send its policy to servers that ask, at a publish and after a server's restart.
+    """Delivers the learner's policy by letting the learner send it to servers that ask for it.
 
-    The only folder, RUN/weights/model, is written with the first version: for config and tokenizer, and for
-    the start of the run's own servers. A server that restarts during an update gets the next version.
+    Servers ask at each publish and after a restart. A server that restarts during an update gets the next
+    version. One folder, RUN/weights/model, is written with the first version. It provides config and
+    tokenizer, and the run's own servers start from it.
     """
 
     def __init__(self, learner: Learner, path: Path, table: InferenceTable) -> None:
@@ -154,26 +159,26 @@ class WeightBroadcast(WeightFolders):
         self._model: Path | None = None
         self._sending: asyncio.Task[None] | None = None
         self._enough = threading.Event()
-        # Numbers of servers that have loaded the newest version, and that ask for it now.
+        # How many servers have loaded the newest version, and how many are about to ask for it.
         self._served, self._asking = self._servers, 0
 
     async def write(self, number: int) -> PolicyVersion:
-        """Let the learner offer its policy as this version; the first call starts the servers."""
+        """Let the learner offer its policy as version `number`; the first call starts `servers`."""
         version = await super().write(number)
-        # The learner offers the one of its addresses at which these servers can reach it.
+        # The learner returns the address of its machine at which these servers can reach it.
         url = self._url if self.servers is None else self.servers.urls[0]
         host, port = await on_thread(self._learner.offer, urlsplit(url).hostname or "")
         return version.model_copy(update={"address": WeightAddress(host=host, port=port)})
 
     async def deliver(self, loading: Coroutine[None, None, None]) -> None:
-        """Await `loading`, in which servers load the newest version, while the learner sends it."""
-        # Lost servers are not waited for: they ask after their restart.
+        """Await `loading`, a coroutine that lets servers load the newest version; the learner sends it."""
+        # Do not wait for lost servers: they ask after their restart.
         expected, self._served, self._asking = max(1, self._served), 0, 0
         sending = self._begin(expected, self._wait_s)
         try:
             async with racing(loading, sending) as (task, _):
                 if sending.done():
-                    sending.result()  # the learner may be lost
+                    sending.result()  # raises if the learner is lost
                 await task
         finally:
             await self._settle()
@@ -181,7 +186,7 @@ class WeightBroadcast(WeightFolders):
             self._begin(self._asking, _ABOUT_TO_ASK_S)
 
     def serve_again(self) -> None:
-        """Send the weights to a server that is about to ask for them."""
+        """Let the learner send the weights to a server that is about to ask for them."""
         self._asking += 1
         if self._sending is None or self._sending.done():
             self._begin(self._asking, _ABOUT_TO_ASK_S)
@@ -191,10 +196,10 @@ class WeightBroadcast(WeightFolders):
         await super().close()
 
     async def _settle(self) -> None:
-        """Stop waiting for further servers, and wait for the sending to end."""
+        """Stop waiting for further servers, and wait until the learner has stopped sending."""
         self._enough.set()
         if self._sending is not None:
-            with suppress(TrainerError):  # the next call to the learner raises it
+            with suppress(TrainerError):  # the next call to the learner raises it again
                 await asyncio.gather(self._sending)
 
     def _begin(self, expected: int, wait_s: float) -> asyncio.Task[None]:
@@ -203,7 +208,7 @@ class WeightBroadcast(WeightFolders):
         return self._sending
 
     async def _send_all(self, expected: int, wait_s: float) -> None:
-        """Send to the expected servers, and then to servers that have asked meanwhile."""
+        """Send the weights to `expected` servers, and then to servers that asked during the sending."""
         while True:
             count = await asyncio.to_thread(self._send, expected, wait_s, self._enough)
             self._served = min(self._served + count, self._servers)
@@ -214,7 +219,7 @@ class WeightBroadcast(WeightFolders):
             expected, wait_s = self._asking, _ABOUT_TO_ASK_S
 
     def _send(self, expected: int, wait_s: float, enough: threading.Event) -> int:
-        """Return the number of servers that have loaded the weights."""
+        """Send the weights to `expected` servers until `enough` is set; return how many have loaded them."""
         served = 0
 
         def tell(done: int, total: int) -> None:
@@ -232,25 +237,27 @@ class WeightBroadcast(WeightFolders):
             model = (self._path / "model").resolve()
             self._learner.publish(model)
             self._model = model
-            # Logged, since the job does not name the backend: gloo without CUDA GPUs.
+            # Logged, because the job does not name the backend. It is gloo without CUDA GPUs.
             backend = "nccl" if self._learner.hardware().devices else "gloo"
             log.info("weights_are_sent", backend=backend, servers=self._servers)
         return PolicyVersion(number=number, folder=self._model, prompt=self._scored_prompt(self._model))
 
 
 class _Enough(Exception):
-    """Ends the learner's wait for servers that are no longer needed."""
+    """Raised in a progress report to end the learner's wait for further servers."""
 
 
 def make_delivery(
     learner: Learner, table: InferenceTable, directory: RunDirectory, tell: Callable[[str], None], *,
     broadcasts: bool, has_adapters: bool, launcher: Launcher = LOCAL, device: str = "auto",
 ) -> tuple[WeightFolders, InferenceTable]:  # fmt: skip
-    """Make the delivery of versions to engines; return it, and the table with the run's servers' addresses.
+    """Return the object that delivers versions to engines, and [inference] with the servers' addresses.
+
+    If `inference.urls` is empty, the addresses are those of the servers that the run will start.
 
     Args:
         broadcasts: whether the learner sends versions instead of writing folders.
-        device: the device of [model].
+        device: the job's `model.device`.
     """
     if table.engine == "local":  # no test prompt is scored, and adapters are in the model's folder
         return WeightFolders(learner, directory.weights), table

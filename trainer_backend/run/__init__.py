@@ -1,1 +1,1 @@
-"""A run from its start to its end: iterations, checkpoints, the server of its policy."""
+"""Trains a policy from the start of a run to its end: iterations, credit and checkpoints."""

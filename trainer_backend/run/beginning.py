@@ -1,4 +1,4 @@
-"""The policy that RL starts from: a checkpoint's, or a fresh one after its first rollouts and its warm-up."""
+"""Prepares the policy that RL starts from: loads a checkpoint, or makes a new policy and warms it up."""
 
 import asyncio
 import time
@@ -54,36 +54,37 @@ from trainer_backend.rundir.spool import (
     set_aside,
 )
 
-if TYPE_CHECKING:  # torch, which an orchestrator does without where no policy is served from its process
+if TYPE_CHECKING:  # imports torch, which an orchestrator that serves no policy does not need
     from trainer_backend.run.fixed_policies import FixedPolicies
 
 Result = TypeVar("Result")
 # Episodes of random play that a preset's tokenizer is trained on when the job has no warm-up.
 _PROMPT_EPISODES = 64
-# Kinds of metrics rows before RL; for each kind the name of the file under rollouts/ with its episodes.
+# Kind of a metrics row before RL -> name of the file under rollouts/ that contains its episodes.
 _FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 
 class Stopped(Exception):
-    """Raised if a stop comes before there is anything to save; the message follows "stopped by SIGNAL"."""
+    """Raised if a stop comes before anything can be saved. The message continues "stopped by SIGNAL"."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """How the models of a run are made."""
+    """The parts of a job from which the models of its run are made."""
 
     table: ModelTable
     inference: InferenceTable
     learners: LearnerFactory
     fixed: FixedSetup
-    """With [cluster] this has only the folders, since the gateways load the policies."""
+    """With [cluster], only `folders` is set, because the gateways load the fixed policies."""
     rollout: RolloutTable
 
 
 def can_finish(answer_tokens: float, rollout: RolloutTable) -> bool:
-    """Return whether `rollout.max_tokens` is enough for an answer of this length, stop token included.
+    """Return whether `rollout.max_tokens` is enough for an answer of this many tokens, stop token included.
 
-    The stop token need not be sampled. If calls are forced, a call's first token, or more, is in the prompt.
+    The stop token need not be sampled. If tool calls are forced, the prompt ends with the first token of a
+    call, or more, so this token need not be sampled either.
     """
     return answer_tokens - 1 - rollout.forces_call <= rollout.max_tokens
 
@@ -92,18 +93,18 @@ class Models(NamedTuple):
     """The models that a run has loaded before it continues or begins."""
 
     learner: Learner | None
-    """None where a preset waits for the prompts that its tokenizer is trained on."""
+    """None for a preset whose tokenizer must first be trained on prompts that `Beginning.begin` collects."""
     fixed: "FixedPolicies | None"
-    """None where this process serves no fixed policies."""
+    """None if this process serves no fixed policies."""
     progress: Progress
     checkpoint: Path | None = None
-    """The checkpoint from which the run continues; None: the run begins."""
+    """The checkpoint from which the run continues; None if the run starts from the beginning."""
 
 
 class Beginning:
-    """The policy that RL starts from: a checkpoint's, or a fresh one after its warm-up.
+    """Prepares the policy that RL starts from: a checkpoint's policy, or a new one after its warm-up.
 
-    `load` comes first: it refuses a job that cannot run. `begin` comes after it.
+    Call `load` first, which raises an error if the job cannot run, and then `begin`.
     """
 
     def __init__(
@@ -120,9 +121,9 @@ class Beginning:
         self._dispatcher, self._reporter, self._stop = dispatcher, reporter, stop
 
     async def load(self, *, resume: bool) -> Models:
-        """Load the newest checkpoint, or the models that the job names.
+        """Load the newest checkpoint if `resume` is true, otherwise the models that the job names.
 
-        A run that was stopped before its first checkpoint starts over.
+        If `resume` finds no checkpoint, the run starts over.
         """
         checkpoint = latest_checkpoint(self._directory.checkpoints) if resume else None
         if resume and checkpoint is None:
@@ -137,7 +138,10 @@ class Beginning:
         return Models(learner, fixed, progress, checkpoint)
 
     async def begin(self, models: Models) -> tuple[Learner, Progress]:
-        """Continue from the checkpoint, or play the episodes and run the warm-up that come before RL."""
+        """Return the learner and the progress from which RL continues.
+
+        Without a checkpoint, first play the episodes that tokenizer or warm-up need, and run the warm-up.
+        """
         learner, _, progress, checkpoint = models
         if checkpoint is not None:
             assert learner is not None, "a checkpoint was loaded"
@@ -156,7 +160,7 @@ class Beginning:
         return learner, progress
 
     async def _load_fresh(self) -> Models:
-        # First, because this start replaces the rows and the job that describe the last start's rollouts.
+        # First, because later steps replace the metrics and the job that describe the last start's rollouts.
         self._say_all([await asyncio.to_thread(self._keep_stored)])
         self._directory.go_back_to(-1, self._reporter.say)
         await self._plan_memory(None)
@@ -169,10 +173,11 @@ class Beginning:
         return Models(learner, fixed, Progress())
 
     def _keep_stored(self) -> str | None:
-        """Copy rollouts from before RL, stored by earlier starts, to the spool: their file is rewritten.
+        """Save rollouts that earlier starts played before RL, because this start replaces their file.
 
-        Earlier versions left no spool, or one whose header does not list the requests. A file whose requests
-        are unknown is set aside. Returns a sentence for the user, if any rollouts were copied or set aside.
+        Rollouts of the Parquet file that the spool lacks are copied to the spool. If it is unknown which
+        requests these rollouts answer, the file is renamed instead. Returns a sentence for the user; None if
+        nothing was done.
         """
         kind = "prompts" if self._planner.teacher is None else "teacher"
         path, spool = self._directory.rollouts_file(_FILES[kind]), self._directory.spool_file(_FILES[kind])
@@ -188,8 +193,9 @@ class Beginning:
         parts = name_requests(spool, requests, ())
         if _names_all(parts, path):
             return None
-        # A start drops the row before it replaces the job, so both are from the same start, except with a
-        # cluster. The start of a row without a time played nothing. Rows of data may change.
+        # The stored job tells which requests were answered only if it is of the start that wrote the metrics
+        # row. It is, except with a cluster: a start drops the old row before it replaces the job. With data,
+        # its rows may have changed. A start that played nothing wrote a metrics row without a time.
         is_known = (job.data, job.cluster) == (None, None) and any(
             row["kind"] == kind and "time/collect_s" in row for row in self._directory.metrics()
         )
@@ -205,7 +211,7 @@ class Beginning:
         self._say_all([missing, told_on_resume(advantage, checkpoint, critic=critic)])
 
     def _leave_spools(self, *kinds: str) -> None:
-        """Set aside the spools of stages before RL that this start does not play."""
+        """Rename the spools of these stages before RL, because this start does not play the stages."""
         for kind in kinds:
             spool = self._directory.spool_file(_FILES[kind])
             if spool.exists():
@@ -225,7 +231,7 @@ class Beginning:
         return fixed
 
     async def _plan_memory(self, checkpoint: Path | None) -> None:
-        """Report the memory that the run will need; refuse a run that cannot fit, before reading weights."""
+        """Report the memory that the run will need; raise an error if it cannot fit. Reads no weights."""
         folders = list(self._setup.fixed.folders.values())
         lines = (await asyncio.to_thread(self._setup.learners.plan_memory, checkpoint, folders)).splitlines()
         for plan in lines[:1]:
@@ -242,7 +248,7 @@ class Beginning:
         return learner
 
     async def _measure_rows(self, learner: Learner) -> None:
-        """Report the rows that do not fit the model. Raises DataError if no row of a split fits."""
+        """Report data-set rows whose prompts are too long. Raise DataError if no row of a split fits."""
         prompts = FirstPrompts.of(self._planner)
         if prompts is None:
             return
@@ -252,7 +258,7 @@ class Beginning:
         self._say_all(lines)
 
     async def _on_thread(self, stage: str, work: Callable[[Tell], Result]) -> Result | None:
-        """Return the result of `work` and report its progress; None if a stop came first."""
+        """Run `work` on a thread, report its progress and return its result; None if a stop came first."""
         return await until_on_thread(self._stop, partial(self._reporter.stage, stage), work)
 
     def _say_all(self, lines: Iterable[str | None]) -> None:
@@ -266,8 +272,9 @@ class Beginning:
             raise Stopped("in the warm-up; nothing to save yet")
         row = {"kind": "warmup", "iteration": 0, **metrics, "time/warmup_s": time.monotonic() - started}
         self._directory.append_metrics(row)
-        # Minutes of work: on disk before anything else can fail. The row comes first: a kill between the two
-        # repeats the warm-up with its row, while a checkpoint without its row would never get one.
+        # The warm-up took minutes, so it is saved before anything else can fail. The row is written first:
+        # after a kill between the two, the warm-up and its row are repeated. A checkpoint written before its
+        # row would never get one.
         await asyncio.to_thread(learner.save, self._directory.checkpoints / STARTED_FROM, Progress())
         spool = self._directory.spool_file(_FILES["teacher"])
         await asyncio.to_thread(copy_others_aside, spool, episodes, self._reporter.say)
@@ -313,7 +320,7 @@ class Beginning:
         return finished_trajectories(batch.rollouts, kind)
 
     async def _collect(self, kind: str, requests: Sequence[RolloutRequest]) -> Batch:
-        """Collect and store a plan's rollouts; then refuse the plan if too many were lost.
+        """Collect and store the rollouts for these requests. Then end the run if too many of them were lost.
 
         The spool stays until RL's first policy is saved. Until then a new start plays only the rollouts that
         the spool lacks: lost ones, and those that a changed job adds.
@@ -326,7 +333,7 @@ class Beginning:
         batch = await collected(requests, self._dispatcher, spool=spool, tell=tell, stop=self._stop)
         if batch is None:
             raise Stopped(f"while collecting ({kind}); a resumed run goes on from there")
-        spool.flush()  # first: the file declares the stage complete, and replaces that of an earlier plan
+        spool.flush()  # before the Parquet file, which marks the stage as complete and replaces an older file
         write_rollouts(self._directory.rollouts_file(_FILES[kind]), batch.all)
         most, log = self._planner.table.max_lost_share, self._directory.task_app_log
         losses = LossCheck(log, most, self._reporter.say, self._directory.append_last_stage)
@@ -337,9 +344,9 @@ class Beginning:
 
 
 def _names_all(parts: Sequence[Part], path: Path) -> bool:
-    """Return whether one part of the spool alone has all rollouts of the stored file.
+    """Return whether a single part of the spool contains all rollouts of the Parquet file `path`.
 
-    Reads ids only, since parsing 300 MB of rollouts takes half a minute.
+    Only ids are compared, because parsing 300 MB of rollouts takes half a minute.
     """
     held = [{plan_id(one.rollout_id) for one in part.rollouts} for part in parts]
     try:
@@ -352,11 +359,13 @@ def _names_all(parts: Sequence[Part], path: Path) -> bool:
 def _spool_stored(
     path: Path, spool: Path, parts: Sequence[Part], requests: Sequence[RolloutRequest]
 ) -> str | None:
-    """Append stored rollouts that the spool lacks, or set the file aside; return a sentence about it.
+    """Append to the spool those rollouts of the Parquet file `path` that it lacks, or rename the file.
+
+    Returns a sentence for the user; None if nothing was done.
 
     Args:
         parts: the parts of the spool.
-        requests: the requests that the stored rollouts answer; empty if they are unknown.
+        requests: the requests that the stored rollouts answer; empty if unknown.
     """
     try:
         missing = find_missing(parts, read_rollouts(path))
@@ -388,7 +397,7 @@ def _list_models(fixed: "FixedPolicies | None") -> Mapping[str, FixedModel]:
 
 
 def told_on_resume(advantage: str, checkpoint: Path, *, critic: str = "head") -> str | None:
-    """Say how the checkpoint's critic differs from the one that the job needs; None without a difference."""
+    """Describe how the checkpoint's critic differs from the one that the job needs; None if it does not."""
     if checkpoint.name == STARTED_FROM:  # before RL, so no critic has learned yet
         return None
     needed = estimator(advantage).needs_values

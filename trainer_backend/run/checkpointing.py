@@ -25,10 +25,10 @@ Result = TypeVar("Result")
 
 
 class Saving:
-    """The checkpoints of one run.
+    """Saves the checkpoints of a run, marks the best one, and deletes old ones.
 
     A checkpoint is written while the next iteration's rollouts are collected. The learner's weights do not
-    change in that time, so they are not copied. A caller that is about to use the learner awaits `settled`.
+    change in that time, so they are not copied. Await `settled` before you use the learner.
     """
 
     def __init__(
@@ -63,30 +63,30 @@ class Saving:
         return not any(row["kind"] == "evaluation" and row["iteration"] == progress.iteration for row in rows)
 
     def due(self, iteration: int) -> bool:
-        """Return whether this iteration gets a checkpoint, even one that the next checkpoint replaces."""
+        """Return whether to save a checkpoint after this iteration, even if it only serves a resume."""
         every = self._training.recovery_every
         return self._stays(iteration) or (every > 0 and iteration % every == 0)
 
     async def save(self, progress: Progress) -> None:
-        """Wait for the previous checkpoint, then begin to write this one unless it is on disk."""
+        """Wait until the previous checkpoint is written; then begin to write this one, unless it exists."""
         await self.settled()
         if not self.is_saved(progress.iteration):
             self._written = progress.iteration
             self._writing = asyncio.ensure_future(self._write_in_background(progress))
 
     async def settled(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one, and raise its error."""
+        """Wait for the checkpoint that is being written, if there is one. Raise the error if this fails."""
         if (writing := self._writing) is None:
             return
         try:
-            # Not cancelled with its waiter: its thread would continue to write.
+            # Not cancelled together with the waiter, because the thread would continue to write.
             await asyncio.shield(writing)
         finally:
             if writing.done():
                 self._writing = None
 
     async def while_written(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`; if the checkpoint that is being written fails, cancel `work` and raise that error."""
+        """Await `work`. If writing the current checkpoint fails first, cancel `work` and raise that error."""
         if (writing := self._writing) is None:
             return await work
         async with racing(work, writing) as (task, _):
@@ -95,9 +95,9 @@ class Saving:
             return cast(Result, await task)
 
     async def end(self) -> BaseException | None:
-        """Wait for the checkpoint that is being written, and return its error.
+        """Wait for the checkpoint that is being written; return the error if writing failed, or None.
 
-        The writing thread must not rename or remove folders after the run's lock is released.
+        Call it before the run's lock is released: the writing thread renames and removes folders.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -133,10 +133,10 @@ class Saving:
         return spent_s
 
     def mark_best(self) -> Mapping[int, str]:
-        """Mark the checkpoint with the best evaluation; return notes of `find_best` by iteration.
+        """Mark the checkpoint with the best evaluation; return notes about evaluations, by iteration.
 
-        The mark is derived from rows and folders each time, so the next start repairs a wrong mark after a
-        kill. If the marked evaluation's row is lost, its mark stays until an evaluation is better.
+        Each call derives the mark from metrics and folders, so the next start repairs a mark that a kill left
+        wrong. If the metrics of the marked evaluation are lost, the mark stays until an evaluation is better.
         """
         rows = [row for row in self.directory.metrics() if row["kind"] == "evaluation"]
         most = self._training.max_lost_share
@@ -159,7 +159,7 @@ class Saving:
         return read_outcomes(self.directory.rollouts_file(f"evaluation_{iteration}"))
 
     def _stays(self, iteration: int) -> bool:
-        """Return whether `keep_checkpoints` counts this checkpoint; the others only serve a resume."""
+        """Return whether `keep_checkpoints` counts this checkpoint. Others are kept only for a resume."""
         return iteration % self._training.checkpoint_every == 0 or self._evaluates(iteration)
 
     def _evaluates(self, iteration: int) -> bool:

@@ -1,8 +1,8 @@
-"""The curriculum: snapshots of the run's own games form a pool, from which groups of later games start.
+"""The curriculum: a pool of snapshots of the run's own games, at which groups of later games start.
 
 `curriculum/iteration_j.jsonl` has a line for each snapshot that iteration j added, and a line for each
-finished game of iteration j that began at a snapshot. The pool of iteration k is built from the files up to
-k - 1 - `max_staleness`, so every start of the run makes the same plan.
+finished game of iteration j that began at a snapshot. The pool of iteration k is built from the files of
+iterations up to k - 1 - `max_staleness`, so a resumed run makes the same plan.
 """
 
 import time
@@ -62,7 +62,7 @@ METRICS = (
 
 @dataclass(slots=True)
 class Curriculum:
-    """The pool of a run: `starts` reads it to plan an iteration, and `keep` adds an iteration's snapshots."""
+    """Manages a run's pool of snapshots: `keep` adds snapshots, `starts` returns those to start from."""
 
     keys: CurriculumKeys
     planner: Planner
@@ -70,7 +70,7 @@ class Curriculum:
     directory: RunDirectory
     tell: Callable[[str], None]
     reseedable: bool
-    """Whether the environment can draw other random numbers after a snapshot."""
+    """Whether the environment can draw other random numbers after it restores a snapshot."""
     _pool: Pool = field(default_factory=Pool)
     _folded: int = 0
 
@@ -83,7 +83,7 @@ class Curriculum:
     async def keep(
         self, iteration: int, requests: Sequence[RolloutRequest], rollouts: Sequence[Rollout]
     ) -> dict[str, float]:
-        """Add snapshots of an iteration's games to the pool and its file; return the pool's metrics."""
+        """Add snapshots of an iteration's games to the pool and to a file. Return metrics of the pool."""
         started = time.monotonic()
         asked = {plan_id(request.rollout_id): request for request in requests}
         games = {plan_id(item.rollout_id): item for item in rollouts if item.trajectory is not None}
@@ -96,7 +96,7 @@ class Curriculum:
         path = self.directory.curriculum_file(iteration)
         path.parent.mkdir(exist_ok=True)
         replace_lines(path, rows, durable=True)
-        if iteration <= self._folded:  # the rollouts have changed, since the update rejected some
+        if iteration <= self._folded:  # a second call, because the update rejected some rollouts
             self._pool, self._folded = Pool(), 0
         pool = self._pool_after(iteration)
         metrics = {
@@ -108,14 +108,14 @@ class Curriculum:
         }
         if gains:
             metrics["starts/gain"] = sum(gained for _, gained in gains) / len(gains)
-        # Grouped by the number of achievements: almost every snapshot has a set of its own.
+        # Counted by the number of achievements, because almost every snapshot has a different set of them.
         depths = Counter(len(moment.achieved) for moment in pool.moments)
         return metrics | {f"starts/{depth:02d}/kept": float(depths[depth]) for depth in sorted(depths)}
 
     async def _moments(
         self, iteration: int, asked: Mapping[str, RolloutRequest], games: Mapping[str, Rollout]
     ) -> list[Moment]:
-        """Choose an iteration's snapshots, and replay its games on task apps to take them."""
+        """Choose moments of an iteration's games, and replay the games on task apps to take snapshots."""
         seed = self.planner.players.seed
         found = [
             one
@@ -165,7 +165,7 @@ class Curriculum:
         )
 
     def _done(self, request: RolloutRequest) -> int:
-        """Return the decisions of the whole game before the rollout's first one."""
+        """Return how many decisions of the game came before the rollout's first decision."""
         return self.planner.players.max_decisions - request.limits.max_decisions
 
     def _pool_after(self, iteration: int) -> Pool:
@@ -179,9 +179,9 @@ class Curriculum:
 
 
 def without_past(item: Rollout) -> Rollout:
-    """Return an episode that began at a snapshot without the outcome reward from before the snapshot.
+    """Return the rollout with only the outcome reward earned since the snapshot at which it began.
 
-    The reward of an operator's function stays, since it covers only the episode's own decisions.
+    The reward of an operator's function is not reduced, because it covers only the rollout's own decisions.
     """
     episode = item.trajectory
     if episode is None or not episode.is_continued or episode.user_reward is not None:
@@ -203,13 +203,16 @@ def _achieved(counts: Mapping[str, int]) -> Achieved:
 
 
 def _by_decision(item: Rollout) -> list[Achieved]:
-    """Return the achievements before each decision of a game."""
+    """Return, for each decision of a rollout, the achievements that were unlocked before it."""
     assert item.trajectory is not None, "it was played"
     return [_achieved(step.observation_data.achievements_counts) for step in item.trajectory.steps]
 
 
 def _gain(request: RolloutRequest, episode: Trajectory | None) -> Gain:
-    """Return the key of a game's start, and whether the game added achievements or outcome reward."""
+    """Return the key of the snapshot at which a rollout began, and whether the rollout gained anything.
+
+    It gained something if it unlocked an achievement or earned outcome reward.
+    """
     start = request.start
     assert episode is not None and start.parent_rollout_id is not None and start.parent_turn is not None
     before = _achieved(episode.steps[0].observation_data.achievements_counts)
@@ -218,7 +221,7 @@ def _gain(request: RolloutRequest, episode: Trajectory | None) -> Gain:
 
 
 def _read(path: Path) -> tuple[list[Moment], list[Gain]]:
-    """Read the snapshots and gains of an iteration; empty without a file (no [curriculum] at that time)."""
+    """Read an iteration's snapshots and gains; empty if there is no file, as without [curriculum]."""
     moments, gains = [], []
     for row in each_line(path):
         if "from" in row:

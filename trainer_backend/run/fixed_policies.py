@@ -1,7 +1,7 @@
 """Loads the fixed policies of a job, which are served next to the actor and never trained.
 
-The gateway renders their prompts and parses their answers as for the actor. A policy with a local model has
-an engine of its own; a remote policy gets its token ids from a server that Turnwise does not run.
+The gateway renders their prompts and parses their answers as it does for the actor. A policy with a local
+model has an engine of its own; a remote policy gets its token ids from a server that Turnwise does not run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +28,11 @@ from trainer_backend.models.sources import in_folder
 from trainer_backend.run.preflight import naming, place, refuse_other_tokens, server_key
 from trainer_backend.rundir.fixed_record import FixedModel, FixedWeights, RemoteModel
 
-# Characters of a sha256 that a person is shown.
+# Characters of a sha256 that are shown to the user.
 _SHOWN = 12
-# A token that was the only choice has a log-prob above this: a softmax there is exactly 1.
+# A log-prob above this is that of a token that was the only choice, whose probability is 1.
 _CERTAIN = -1e-5
-# A probe samples this many tokens, since at a single one a model may have no choice.
+# A probe samples this many tokens, since a model may be certain of a single token without truncation.
 _PROBE_TOKENS = 8
 
 
@@ -42,20 +42,20 @@ class LocalPolicy:
 
     name: str
     weights: FixedWeights
-    """The folder and the fingerprint of its weights, which is the same on any device."""
+    """The model folder, and the fingerprint of the weights, which is the same on any device."""
     policy: ServedPolicy
     engine: LocalEngine
     sampler_sha256: str
-    """The fingerprint of the weights that sample, which may be rounded ones."""
+    """The fingerprint of the engine's weights, which may be rounded to a lower precision."""
     sampler: Callable[[], str]
-    """Computes the fingerprint of the sampling weights again."""
+    """Computes the fingerprint of the engine's weights again."""
     line: str
-    """A line that describes the policy to a person."""
+    """A line that describes the policy to the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePolicy:
-    """A fixed policy whose model answers at a remote server; its prompts are rendered as the actor's."""
+    """A fixed policy whose model runs on a remote server. Its prompts are rendered like the actor's."""
 
     table: RolloutOnlyTable
     engine: RemoteEngine
@@ -63,12 +63,12 @@ class RemotePolicy:
 
     @property
     def model(self) -> RemoteModel:
-        """The entry for the run's record."""
+        """The policy's entry in the run's record of fixed policies."""
         assert self.table.model is not None and self.table.inference_url is not None, "it was validated"
         return RemoteModel(self.table.model, shown(self.table.inference_url))
 
     async def probe(self) -> str:
-        """Check that the server's samples can be weighted; return a line that describes it."""
+        """Check that training can use the server's tokens and log-probs; return a line about the policy."""
         try:
             text, renderer = probe_text(self.policy.renderer), self.policy.renderer
             ids = renderer.encode(text)
@@ -85,7 +85,10 @@ class RemotePolicy:
         return f"fixed policy {self.table.name!r}: {source} returns exact tokens, which are the actor's"
 
     async def _refuse_raw(self, ids: Sequence[int]) -> None:
-        """Refuse log-probs that ignore truncation: with top_k 1 each token is certain and has log-prob 0."""
+        """Raise JobError if the server's log-probs are those of the distribution before truncation.
+
+        With top_k = 1, every token is certain after truncation, so each log-prob must be 0.
+        """
         sampling = Sampling(top_k=1, temperature=0.5, max_tokens=_PROBE_TOKENS)
         generation = await self.engine.generate(
             ids, sampling, request_id="probe", extras=Extras(processed=True)
@@ -114,7 +117,7 @@ class FixedPolicies:
         actor: PolicyFacts,
         keys: EngineKeys,
     ) -> "FixedPolicies":
-        """Load the local models from their folders by name, and make clients for the remote ones."""
+        """Load the models in `folders` (by policy name), and make clients for the remote policies."""
         return cls(
             [_load(name, path, actor, keys) for name, path in folders.items()],
             [_at_a_server(table, actor, keys) for table in tables if table.is_remote],
@@ -129,14 +132,14 @@ class FixedPolicies:
 
     @property
     def models(self) -> dict[str, FixedModel]:
-        """Return the models by name; a resumed run must find the same ones."""
+        """Return the models by policy name. A resumed run must have equal models."""
         return {
             **{item.name: item.weights for item in self._local},
             **{item.table.name: item.model for item in self.remote},
         }
 
     async def describe(self, tell: Callable[[str], None], *, probes: bool) -> None:
-        """Describe the policies to a person; `probes`: whether the servers of remote ones are tried."""
+        """Describe the local policies to the user. If `probes`, check and describe the remote ones too."""
         for local in self._local:
             tell(local.line)
         for item in self.remote if probes else ():

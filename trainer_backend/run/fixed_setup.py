@@ -1,4 +1,4 @@
-"""The fixed policies of a job. No torch here, since with [cluster] the gateways load the policies."""
+"""The settings of a job's fixed policies. Without torch: with [cluster] the gateways load the policies."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -18,19 +18,19 @@ Keys = TypeVar("Keys", bound=EngineKeys)
 
 @dataclass(frozen=True, slots=True)
 class FixedSetup:
-    """How the fixed policies of a job are loaded; most jobs have none."""
+    """The settings with which a job's fixed policies are loaded. Most jobs have no fixed policies."""
 
     tables: tuple[RolloutOnlyTable, ...] = ()
     folders: Mapping[str, Path] = field(default_factory=dict)
-    """Folders of the policies with a local model, by name."""
+    """Model folders of the policies with a local model, by policy name."""
     schedule: AllocationTable | None = None
-    """Its `unit` decides whether fixed policies and the actor sample at the same time; None: no schedule."""
+    """The `unit` of the schedule decides whether fixed policies and the actor sample at the same time."""
 
     def share_threads(self, keys: Keys) -> Keys:
-        """Return engine keys in which the actor and the local fixed policies share the job's threads.
+        """Return `keys` with the number of threads that each engine on this machine may use.
 
-        More threads would take the task app's cores. If one policy samples a whole iteration, its engine has
-        all threads.
+        The actor and the local fixed policies share `keys.threads`: more threads would take the task app's
+        cores. But if a single policy samples each iteration, every engine may use all threads.
         """
         if self.schedule is None or self.schedule.unit == "iteration":
             return keys

@@ -1,4 +1,4 @@
-"""Plans trained rollouts that continue from decisions of finished episodes (stop 3 of docs/route.md)."""
+"""Plans rollouts for training that continue from decisions of finished ones (stop 3 of docs/route.md)."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ Forked = tuple[Rollout, tuple[int, ...]]
 async def plan_forks(
     run: Run, planner: Planner, parents: Sequence[Rollout], measured: Measured
 ) -> list[RolloutRequest]:
-    """Plan rollouts that continue from decisions of the actor's finished rollouts; the job's rule chooses.
+    """Plan rollouts that continue from decisions that the job's fork rule chooses in the actor's rollouts.
 
-    If the rule reads what a parent sampled, continuations draw fresh random numbers if the environment can:
-    otherwise a decision that was chosen for its luck would be lucky again.
+    A rule that reads the parent's samples may choose a decision because chance favoured it. So that the same
+    chance does not favour its continuations, they draw new random numbers if the environment can.
 
     Raises:
         TaskAppError: a replayed episode differs from the stored one.
@@ -48,7 +48,7 @@ async def plan_forks(
 
 
 def _taken(parent: Rollout, turns: Sequence[int]) -> dict[int, str]:
-    """Return the snapshots taken during play, by the number of decisions before them."""
+    """Return the snapshots that were taken at these turns during play, by the number of earlier decisions."""
     episode = parent.trajectory
     assert episode is not None, "it finished"
     steps = [episode.steps[turn - 1] for turn in turns]

@@ -1,6 +1,6 @@
-"""One iteration of a run up to its update: rounds of rollouts, their credit, and replacements.
+"""Collects and credits the rollouts of one iteration of a run, up to its update.
 
-Numbers in comments are the stops of docs/route.md. No torch here.
+Numbers in comments are the stops of docs/route.md. This module does not import torch.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from trainer_backend.run.timeline import Span
 from trainer_backend.rundir.rollout_files import Credit, write_rollouts
 from trainer_backend.rundir.spool import append_rejected, plan_id
 
-# The learner also values the state in which a limit ended an episode: under the episode's id with this
-# suffix. No rollout id contains a space.
+# The learner also computes the value of the state in which a limit ended an episode. It does so under the
+# episode's id with this suffix; no rollout id contains a space.
 _AFTER = " after"
-# The names of stages in a report of losses.
+# Names of the stages in reports of lost rollouts.
 _NAMES = {
     "collect": "iteration",
     "again": "rejected rollouts of iteration",
@@ -40,8 +40,9 @@ _NAMES = {
 class Iteration:
     """Collects, credits and stores an iteration's rollouts, one round at a time (stops 2 to 10 of the route).
 
-    A round, requested together, is stored before task apps delete it and before the next round is requested.
-    The first round is requested at once; later rounds, and branches, when `add_round` is called.
+    A round is a set of rollouts that are requested together. Each round is stored before task apps delete its
+    rollouts and before the next round is requested. The constructor requests the first round; `add_round`
+    requests branches and later rounds.
 
     Args:
         progress: the run's progress when the iteration begins.
@@ -62,9 +63,9 @@ class Iteration:
         self._collect_spans: list[Span] = []
         self._credit_spans: list[Span] = []
         self._is_awaited = False
-        # Rollouts that are planned once more because credit or update rejected them.
+        # Requests of rollouts that are planned once more because credit or update rejected them.
         self._again: list[RolloutRequest] = []
-        self._forks: dict[str, RolloutRequest] = {}  # by plan id: trained rollouts that start at a fork
+        self._forks: dict[str, RolloutRequest] = {}  # by plan id: training rollouts that start at a fork
         self._forks_again: list[RolloutRequest] = []
         self._unforked: list[Rollout] = []
         self._has_rejected = False
@@ -72,7 +73,7 @@ class Iteration:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a round is collected, and no flat groups or rejected rollouts must be replaced any more."""
+        """Whether a round has been collected, and no flat group or rejected rollout is left to replace."""
         most = self._planner.table.refill_rounds
         again = self._again or self._forks_again
         return bool(self._rounds) and not again and (not self._missing or len(self._rounds) > most)
@@ -110,14 +111,14 @@ class Iteration:
         return True
 
     async def _release(self) -> None:
-        """Free the server's memory for the learner unless later iterations are being collected."""
+        """Free the memory that server and learner share, unless later iterations are collected already."""
         if not self._planner.table.max_staleness:
             await self._run.server.release()
 
     async def _play_on(self, batch: Batch) -> Batch | None:
-        """Collect rollouts that start at decisions of a round; return None if a stop came first.
+        """Collect branches: rollouts that start at decisions of a round. Return None if a stop came first.
 
-        The new rollouts measure these decisions or are trained. The round is stored first, so that an error
+        Branches measure these decisions, or training uses them. The round is stored first, so that an error
         does not lose it.
         """
         requests = self._planner.branches(batch.rollouts)  # none unless the estimator needs them
@@ -132,7 +133,10 @@ class Iteration:
         return await self._collect("branches", requests)
 
     async def _plan_forks(self) -> list[RolloutRequest]:
-        """Plan the trained rollouts that start at forks of new ones; first measure what the rule reads."""
+        """Plan rollouts for training that start at decisions of the newly collected rollouts.
+
+        If the fork rule reads the critic's values, compute them first.
+        """
         rule = self._planner.fork_rule
         if rule is not None and rule.needs_values:
             await self._release()
@@ -146,12 +150,13 @@ class Iteration:
         return forks
 
     def reject(self, error: TrainerError, *, goes_on: bool = True) -> bool:
-        """Set aside the rollouts that credit or update rejects; return whether they are planned once more.
+        """Remove the rollouts that caused the error; return whether this run plans them once more.
 
-        These rollouts leave the spool, so that a resumed run requests them again, too.
+        They are written to the file of rejected rollouts, and deleted from the spool, so that a resumed run
+        requests them again.
 
         Args:
-            goes_on: whether the run can learn from other rollouts after this error.
+            goes_on: whether the run can continue with other rollouts after this error.
         """
         run, name = self._run, f"iteration_{self.number}"
         ids: dict[str, TrainerError] = {}
@@ -222,7 +227,7 @@ class Iteration:
         )
 
     async def _next_round(self) -> Batch | None:
-        """Wait for the first round, or request another one in place of flat groups."""
+        """Wait for the first round, or request rollouts that replace rejected rollouts or flat groups."""
         if self._first is not None:
             first, self._first = self._first, None
             return await first
@@ -260,19 +265,19 @@ class Iteration:
         return batch
 
     async def _credit_and_store(self) -> None:
-        """Credit and store rollouts, also those that cannot be credited, for inspection."""
+        """Credit and store all rollouts. If credit fails, store them without it, for users to inspect."""
         batch, branches = Batch.join(self._rounds), Batch.join(self._branches)
         run, credit = self._run, self._run.credit
 
         def store(credited: Credited | None) -> None:
-            if credit.has_branches:  # even if there are none: an empty file says so
+            if credit.has_branches:  # also for zero branches: the empty file shows that
                 of_forks = {} if credited is None else credited.fork_credits
                 credits = [of_forks[item.rollout_id] for item in branches.rollouts] if of_forks else None
                 self._store(f"branches_{self.number}", branches, credits)
             self._store(self._name, batch, None if credited is None else credited.credits)
 
         try:
-            # First, because the failure of a fixed policy that plays the whole iteration empties the batch.
+            # First: if a fixed policy plays the whole iteration and fails, the batch is empty.
             refuse_round(credit.policies, self._all_requests, self._rounds[-1])
             run.losses.refuse(batch, f"iteration {self.number}", self.number)
             if branches.all:
@@ -289,7 +294,7 @@ class Iteration:
         write_rollouts(path, batch.all, credits, self._measured.scored)
 
     async def _measure(self, batch: Batch, branches: Batch) -> Measured:
-        """Get values and scores of new rollouts if estimator or rewards need them (stop 8 of the route)."""
+        """Compute those values and token log-probs of new rollouts that credit needs (stop 8)."""
         earlier, credit, learner = self._measured, self._run.credit, self._run.learner
         values, after, scored = dict(earlier.values), dict(earlier.after or {}), dict(earlier.scored)
         if credit.estimator.needs_values:

@@ -1,4 +1,4 @@
-"""Metrics of an iteration and of each policy in it, and checks of fixed policies and of the signal. Pure."""
+"""Metrics of an iteration, and of each policy that sampled in it. Pure, except `moment`."""
 
 import math
 import time
@@ -81,7 +81,7 @@ RECOVERY_METRICS = (
 
 
 class Moment(NamedTuple):
-    """Seconds of the monotonic clock, and the counts of inference at that time."""
+    """A time of the monotonic clock in seconds, and the inference server's counts at that time."""
 
     seconds: float
     totals: Mapping[str, float]
@@ -93,11 +93,11 @@ async def moment(server: InferenceServer) -> Moment:
 
 @dataclass(frozen=True, slots=True)
 class IterationResult:
-    """An iteration after stops 2 to 10 of the route: its rollouts are collected, credited and stored."""
+    """An iteration's rollouts after they were collected, credited and stored (stops 2 to 10 of the route)."""
 
     batch: Batch
     branches: Batch
-    """Rollouts that continue from decisions of the collected ones, for measurement or for training."""
+    """Rollouts that continue from decisions of rollouts in `batch`, to measure them or for training."""
     credited: Credited
     start: Moment
     """The moment at which the first rollouts were requested."""
@@ -106,7 +106,7 @@ class IterationResult:
     mixture: Mapping[str, float]
     """Metrics by policy (`metrics_by_policy`)."""
     refilled: int = 0
-    """Groups that were requested beyond the plan, to replace flat ones."""
+    """Number of groups that were requested in addition to the plan, to replace flat groups."""
     requests: Sequence[RolloutRequest] = ()
     """The requests of all rounds."""
 
@@ -114,10 +114,10 @@ class IterationResult:
 def iteration_metrics(
     policies: Policies, result: IterationResult, *, since: Moment, now: Moment
 ) -> dict[str, Any]:
-    """Compute the metrics of an iteration; speed and inference are measured between two moments.
+    """Compute the metrics of an iteration. Speed and inference are measured from `since` to `now`.
 
-    Metrics of skill cover only the actor's rollouts, and are absent without any. Metrics of time and failures
-    cover all rollouts. Episodes that began at a snapshot have other metrics of skill (`run.curriculum`).
+    Metrics of skill cover only the actor's rollouts that did not begin at a snapshot, and are absent if there
+    are none (`run.curriculum` reports on those that did). Metrics of time and failures cover all rollouts.
     """
     batch = result.batch
     collect_s = sum(span.seconds for span in result.collect_spans)
@@ -151,7 +151,7 @@ def iteration_metrics(
 
 
 def _is_whole(rollout: Rollout) -> bool:
-    """Return whether the episode, if there is one, began in its world and not at a snapshot."""
+    """Return False if the rollout's episode began at a snapshot, otherwise True."""
     return rollout.trajectory is None or not rollout.trajectory.is_continued
 
 
@@ -206,7 +206,7 @@ def metrics_by_policy(
 
 
 def _reused_decisions(result: IterationResult) -> int:
-    """Count decisions that an earlier start collected, which this start's speed must not include."""
+    """Count decisions that an earlier start collected; they do not count in the speed of this start."""
     return sum(
         len(item.trajectory.steps)
         for part in (result.batch, result.branches)
@@ -322,8 +322,8 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
     """Compute the metrics of inference between two readings of `InferenceServer.totals`.
 
     A step samples one token for every running request, so the tokens per step are the mean number of running
-    requests. `lost_mass` is the probability that truncation removed, as a mean over tokens sampled under
-    truncation; absent without such tokens.
+    requests. `lost_mass` is the mean probability mass that truncated sampling removed, over the tokens that
+    were sampled with truncation; absent if there are none.
     """
     used = {name: float(after[name] - before.get(name, 0.0)) for name in after}
     steps, truncated, lost = used["steps"], used.pop("truncated_tokens"), used.pop("lost_mass")
@@ -337,7 +337,7 @@ def inference_metrics(before: Mapping[str, float], after: Mapping[str, float]) -
 
 
 def _means(played: Sequence[tuple[Rollout, Credit]]) -> Mapping[str, float]:
-    """Return means over one policy's episodes, by the metric's name; empty without episodes."""
+    """Return means over one policy's episodes that did not begin at a snapshot; empty if there are none."""
     played = [pair for pair in played if _is_whole(pair[0])]
     episodes = [rollout.trajectory for rollout, _ in played if rollout.trajectory is not None]
     if not episodes:

@@ -1,4 +1,4 @@
-"""Checks before a run starts whether the fixed policies fit the actor. Reads no weights."""
+"""Checks, before a run starts, that its fixed policies fit the actor. Reads no weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +19,9 @@ from trainer_backend.rundir.checkpoint_paths import model_in
 def checked_folders(
     tables: Sequence[RolloutOnlyTable], model: ModelTable, checkpoint: Path | None = None
 ) -> dict[str, Path]:
-    """Check the fixed policies that are served from this machine, and return their model folders by name.
+    """Check the fixed policies, and return the model folders of those with a local model, by policy name.
 
-    The actor is the checkpoint's if there is one, otherwise the model of [model].
+    Their tokenizers must equal the actor's: that of the checkpoint, or, without a checkpoint, of [model].
     """
     folders = {table.name: _folder(table) for table in tables if not table.is_remote}
     for table in tables:
@@ -40,7 +40,10 @@ def checked_folders(
 
 
 def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
-    """Refuse a fixed policy whose tokenizer is not the actor's: the actor could not score its tokens."""
+    """Raise JobError if a fixed policy's tokenizer differs from the actor's.
+
+    The actor must compute log-probs of the fixed policy's tokens, so both need the same ids.
+    """
     difference = first_difference(actors, own)
     if difference is not None:
         raise JobError(
@@ -52,20 +55,20 @@ def refuse_other_tokens(name: str, actors: Tokenizer, own: Tokenizer) -> None:
 
 
 def server_key(table: RolloutOnlyTable) -> SecretStr | None:
-    """Read the key of a remote policy's server from the variable that the job names, if any."""
+    """Read the key of a remote policy's server from the environment variable that the job names, if any."""
     if table.api_key_env is None:
         return None
     return key_from(table.api_key_env, where=f"{place(table.name)}: api_key_env")
 
 
 def place(name: str) -> str:
-    """Name a fixed policy's table in error messages."""
+    """Return the name that error messages use for a fixed policy's table."""
     return f"[rollout_only] {name!r}"
 
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Name the fixed policy in errors about its model folder."""
+    """Add the fixed policy's name to ModelFolderErrors that the context raises."""
     try:
         yield
     except ModelFolderError as error:

@@ -29,14 +29,14 @@ from trainer_backend.rundir.state import (
 )
 from trainer_backend.sinks import OpenSink, Sink, SinkRun, SinksTable
 
-# Seconds between two writes of progress within a stage, or of a process's words. A new stage, or a new state
+# Least seconds between two writes of a stage's progress or a process's message. A new stage, or a new state
 # of a process, is written at once.
 _EVERY_S = 1.0
 _CRASHED = "crashed"
 
 
 class RecordingReporter:
-    """A `parts.Reporter` around another one. May be called from several threads."""
+    """Writes run.log and state.json, and passes each report on to another reporter. Thread-safe."""
 
     def __init__(
         self, directory: RunDirectory, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic
@@ -58,7 +58,7 @@ class RecordingReporter:
     @classmethod
     @contextmanager
     def opened(cls, directory: RunDirectory, reporter: Reporter) -> Iterator[Self]:
-        """Yield a reporter. How the context ends becomes the last state, unless `end` was called in it."""
+        """Yield a reporter. If an exception ends the context, record the final state, unless `end` did so."""
         recording = cls(directory, reporter)
         try:
             yield recording
@@ -77,12 +77,12 @@ class RecordingReporter:
         return self._state.starts - 1
 
     def runs_as(self, run_id: str) -> None:
-        """Record the run id of this start, after an attempt to abort the previous start's rollouts."""
+        """Record the run id of this start. Call it after trying to abort the previous start's rollouts."""
         with self._lock:
             self._change(run_id=run_id)
 
     def starts_again(self) -> None:
-        """Record another start by this process, which counts as a resume and leaves rollouts behind."""
+        """Record another start by this process. It counts as a resume; `left_behind` gets the old run id."""
         with self._lock:
             self.left_behind = self._state.run_id
             starts = self._state.starts + 1
@@ -104,7 +104,7 @@ class RecordingReporter:
             self._change(notes=(*self._state.notes, text))
 
     def log(self, text: str) -> None:
-        """Write a line to run.log alone."""
+        """Write a line to run.log without passing it on."""
         self._tolerantly("run.log", lambda: append_log(self._folder, text))
 
     def stage(self, name: str, done: int, total: int) -> None:
@@ -139,7 +139,7 @@ class RecordingReporter:
             self._change(is_small=state == before.state, processes=tuple(records.values()))
 
     def end(self, state: StateName, *, code: str = "", detail: str = "") -> None:
-        """Record the last state, and its reason in run.log; a later call changes nothing.
+        """Record the run's final state, and the reason in run.log. Later calls change nothing.
 
         Args:
             detail: the reason; empty for a run that finished.
@@ -148,11 +148,11 @@ class RecordingReporter:
             if self._state.state in FINAL:
                 return
             self._change(state=state, stage="", done=0, total=0, code=code, detail=detail)
-            if detail:  # the terminal shows it by other means; the next start replaces state.json
+            if detail:  # run.log keeps it: the next start replaces state.json
                 self.log(f"failed: {detail}" if state == "failed" else detail)
 
     def _change(self, *, is_small: bool = False, **values: Any) -> None:
-        """Change the state and write it; a small change is written only every `_EVERY_S` seconds."""
+        """Change the state and write it. Small changes are written at most every `_EVERY_S` seconds."""
         before = self._state
         self._state = replace(before, **values)
         if self._state.state != before.state:
@@ -175,10 +175,10 @@ class RecordingReporter:
 
 
 class SinkReporter:
-    """A `parts.Reporter` around another one, which also passes rows to the job's sinks; a context manager.
+    """Passes metrics to the job's sinks, and each report on to another reporter. A context manager.
 
-    With the first row the sinks get all of metrics.jsonl, also rows of earlier starts. A sink that cannot be
-    opened raises a JobError: a run does not train without the sinks that its job names.
+    With the first row, the sinks get all rows of metrics.jsonl, including those of earlier starts. Entering
+    the context raises JobError if a sink cannot be opened.
 
     Args:
         job: the whole job as plain values, without secrets.
@@ -227,7 +227,7 @@ class SinkReporter:
         self._sinks = {}
 
     def _tolerantly(self, name: str, call: Callable[[], object]) -> None:
-        # A failure of a library, a network or a disk must not end the run.
+        # A failure of a sink's library, network or disk must not end the run.
         try:
             with Boundary(f"sinks.{name}", TrainerError):
                 call()

@@ -1,4 +1,4 @@
-"""Refuses rollouts of fixed policies that failed, or that another policy played."""
+"""Checks that fixed policies did not fail, and that each rollout was sampled by the planned policy."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from trainer_backend.credit.rewards import Policies
 from trainer_backend.errors import JobTeachesNothing, NothingToLearnFrom, SegmentError, place
 from trainer_backend.rundir.spool import plan_id
 
-# A task app's codes for a model server that does not answer, or answers without the fields that it must send.
+# Failure codes of task apps: the model server did not answer, or its answer lacked required fields.
 _SILENT = frozenset({"inference_unavailable", "inference_refused", "inference_protocol"})
 # A remote policy is refused once it has made _ENOUGH decisions and this share of them is invalid.
 _NEARLY_ALL = 0.95
@@ -18,12 +18,14 @@ _ENOUGH = 20
 
 
 def refuse_round(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
-    """Refuse a round in which a fixed policy failed: to play another policy instead would change the job.
+    """Raise an error if a fixed policy failed in this round, or if the wrong policy sampled a rollout.
+
+    Another policy never plays in place of a failed one, because this would change the job.
 
     Raises:
         NothingToLearnFrom: a fixed policy finished no rollout, because its server failed.
         JobTeachesNothing: almost every decision of a remote policy was invalid.
-        SegmentError: a rollout names another policy than its request.
+        SegmentError: a rollout was sampled by another policy than its request names.
     """
     if policies.fixed:
         _refuse_silent_policy(policies, requests, batch)
@@ -47,7 +49,7 @@ def _refuse_silent_policy(policies: Policies, requests: Sequence[RolloutRequest]
 
 
 def _refuse_unreadable_policy(policies: Policies, batch: Batch) -> None:
-    """Refuse a remote policy that almost never writes a valid call: nothing else would report the cause."""
+    """Raise an error, with the likely cause, if almost all decisions of a remote policy are invalid."""
     for table in policies.fixed:
         if not table.is_remote:
             continue
@@ -70,7 +72,7 @@ def _refuse_unreadable_policy(policies: Policies, batch: Batch) -> None:
 
 
 def _refuse_other_sampler(policies: Policies, requests: Sequence[RolloutRequest], batch: Batch) -> None:
-    """Refuse a rollout of another policy than planned, since training treats policies differently."""
+    """Raise an error if the wrong policy sampled a rollout, because training treats policies differently."""
     samplers = _samplers(requests)
     for rollout in batch.rollouts:
         planned, sampler = samplers[plan_id(rollout.rollout_id)], policies.policy_by(rollout)

@@ -1,4 +1,4 @@
-"""Describes rows of metrics in the lines that the terminal and run.log show."""
+"""Formats rows of metrics as the lines that the terminal and run.log show."""
 
 import re
 import time
@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 _OUTCOME = "episode/outcome_reward"
 _REWARDED = "decision/nonzero_frac"
 _OF_A_POLICY = re.compile(metric_name(r"[^/]+", OUTCOME))
-# Columns that appear if a row has their metric.
+# Columns that appear if a row contains their metric.
 _COLUMNS = (
     ("iteration", "iteration", "{:.0f}"),
     (_OUTCOME, "outcome", "{:.2f}"),
@@ -48,12 +48,12 @@ class Pace:
         self._last, self._iterations = iteration, iterations or 0
 
     def count(self) -> str:
-        """Return the last iteration and the total; empty before the first."""
+        """Return text with the last finished iteration and the total; empty if none has finished."""
         total = f" of {self._iterations}" if self._iterations else ""
         return f"iteration {self._last}{total}" if self._ends_s else ""
 
     def left(self) -> str:
-        """Estimate the remaining time at the mean pace so far; empty if unknown."""
+        """Return text with the remaining time at the mean pace so far; empty if unknown."""
         rest = self._iterations - self._last
         if rest <= 0 or len(self._ends_s) < 2:
             return ""
@@ -62,7 +62,7 @@ class Pace:
 
 
 def word_iteration(row: Row, pace: Pace) -> str:
-    """Describe an iteration with its figures; `pace` has just counted it."""
+    """Describe an iteration with its figures. Call `pace.finish` for this iteration first."""
     cells = "  ".join(f"{title} {form.format(row[key])}" for key, title, form in columns_for(row)[1:])
     return "  ".join(filter(None, (pace.count(), cells, pace.left())))
 
@@ -76,17 +76,17 @@ def word_evaluation(row: Row) -> str:
 
 
 def word_episodes(row: Row) -> str:
-    """Return the number of worlds, to follow an evaluation's result."""
+    """Return the number of worlds, as text to append to an evaluation's result."""
     return f", {count_worlds(row)}"
 
 
 def word_outcome(row: Row) -> str:
-    """Describe an evaluation's mean outcome with its interval, and its score and progress if it has them."""
+    """Describe an evaluation's mean outcome with its interval, and its score and progress if present."""
     return f"{outcome_interval(row).word()} {outcome_name(row)}{_score_and_progress(row)}"
 
 
 def columns_for(row: Row) -> list[tuple[str, str, str]]:
-    """Return key, title and format of each figure that the row has; the first is the iteration."""
+    """Return key, title and format of each figure that the row contains; the iteration comes first."""
     # The outcome of each fixed policy; the actor's is in `_COLUMNS`.
     keys = [key for key in row if _OF_A_POLICY.fullmatch(key) and key != metric_name(ACTOR, OUTCOME)]
     outcomes = [(key, key.split("/")[1], "{:.2f}") for key in keys]

@@ -1,4 +1,4 @@
-"""The parts of a running job, put together once at its start, and the collection of a stage's rollouts."""
+"""Holds the parts of a running job, and collects the rollouts of a stage."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,16 +28,16 @@ class Run:
     dispatcher: Dispatcher
     server: InferenceServer
     saving: Saving
-    """The checkpoints, with the learner and the run directory."""
+    """Saves checkpoints; also holds the learner and the run directory."""
     reporter: Reporter
     resumes: int = 0
     """How often the run was continued so far."""
     timeline: Timeline = field(default_factory=Timeline)
     pace: Pace = field(default_factory=Pace)
     curriculum: Curriculum | None = None
-    """None: every game begins in its world."""
+    """None if no episode begins at a snapshot of an earlier one."""
     reseedable: bool = False
-    """Whether the environment can draw other random numbers after a snapshot; False if not needed."""
+    """Whether the environment can draw other random numbers after a snapshot; False if never needed."""
 
     @property
     def learner(self) -> Learner:
@@ -53,7 +53,7 @@ class Run:
         return LossCheck(directory.task_app_log, most, self.reporter.say, directory.append_last_stage)
 
     def planner_of_iteration(self, number: int) -> Planner:
-        """Return the planner of an iteration, whose schedule and starts may depend on finished iterations."""
+        """Return the planner of an iteration. Schedule and starts may depend on earlier iterations."""
         planner, allocation = self.planner, self.planner.allocation
         if allocation.looks_back:
             planner = replace(planner, allocation=allocation.after(self.directory.metrics()))
@@ -62,9 +62,10 @@ class Run:
         return planner
 
     def spool(self, stage: str, requests: Sequence[RolloutRequest], versions: range) -> Spool:
-        """Open the spool of a stage, with the rollouts of these requests from an earlier start.
+        """Open the spool of a stage, with rollouts that answered these requests in an earlier start.
 
-        Writing begins once the pending checkpoint is on disk: until then no start could use the spool.
+        New rollouts are written once the pending checkpoint is on disk: before that, no later start could use
+        them.
         """
         spool = Spool.open(
             self.directory.spool_file(stage), requests,
@@ -79,13 +80,13 @@ class Run:
     ) -> Spool | None:
         """Open the spool of an iteration that begins now; None if no later start could use its rollouts.
 
-        With `max_staleness` 0 a later start needs a checkpoint of these weights. If it is larger, that
-        checkpoint may still be written while the iteration waits for its update.
+        If `max_staleness` is 0, a later start needs a checkpoint of these weights to use them. If it is
+        larger, such a checkpoint may yet be saved while the iteration waits for its update.
         """
         staleness, newest = self.planner.table.max_staleness, progress.policy_version
         if not staleness and not self.saving.will_be_saved(progress.iteration):
             return None
-        # Each iteration from `progress` to this one adds a version at most.
+        # Each iteration between `progress` and this one adds at most one version.
         waits = number - 1 - progress.iteration
         return self.spool(
             f"iteration_{number}", requests, range(newest - max(staleness - waits, 0), newest + 1)
@@ -103,7 +104,7 @@ class Run:
         """Collect the rollouts of a stage; None if a stop came first.
 
         Args:
-            shown: returns whether the run waits for this stage; its progress is reported only then.
+            shown: returns whether to report progress now, because the run waits for this stage.
         """
         if not requests:
             return Batch(())
@@ -142,11 +143,11 @@ async def collected(
     stop: asyncio.Event,
     resume: Callable[[], Awaitable[None]] | None = None,
 ) -> Batch | None:
-    """Collect a plan's rollouts: reuse those that an earlier start spooled, and request the rest.
+    """Collect the rollouts for these requests: reuse those in the spool, and request the rest.
 
     Args:
-        spool: keeps finished rollouts across a kill; None if a later start could not use them.
-        tell: receives the number of ended rollouts, and the total.
+        spool: stores finished rollouts, so that they survive a kill; None if no later start could use them.
+        tell: called with the number of ended rollouts and the total.
         resume: makes the policy available for sampling; None if it already is.
 
     Returns:

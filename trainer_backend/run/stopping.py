@@ -1,4 +1,4 @@
-"""Graceful stops: Ctrl-C, SIGTERM and SIGHUP set an event, which also ends every wait."""
+"""Graceful stops: Ctrl-C, SIGTERM and SIGHUP set an event. `until` and others end work when it is set."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 class Stop(asyncio.Event):
     by = ""
-    """The name of the signal that requested the stop; empty before."""
+    """The name of the signal that requested the stop; empty until then."""
 
 
 class Halted(Exception):
@@ -38,10 +38,10 @@ async def until(stop: asyncio.Event, work: Coroutine[None, None, Result]) -> Res
 
 
 async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`. When this returns or raises, `work` has ended.
+    """Return the result of `work`. If `broken` is set first, cancel `work` and await its end.
 
     Raises:
-        EngineStopped: an engine ended by itself first; `work` would wait for it forever.
+        EngineStopped: `broken` was set, because an engine failed; `work` would wait for this engine forever.
     """
     async with racing(work, broken) as (task, _):
         if not task.done():
@@ -50,10 +50,10 @@ async def while_unbroken(broken: asyncio.Future[str], work: Coroutine[Any, Any, 
 
 
 async def until_on_thread(stop: asyncio.Event, tell: Tell, work: Callable[[Tell], Result]) -> Result | None:
-    """Return the result of `work(tell)` on a thread; None if `stop` came first, once the thread has ended.
+    """Run `work(tell)` on a thread and return its result; return None if `stop` ended the work early.
 
-    A thread cannot be cancelled, and the interpreter would wait for it at exit. So `work` reports progress
-    between its steps, and that call raises Halted once `stop` is set.
+    A thread cannot be cancelled, and the interpreter would wait for it at exit. So `work` must report
+    progress between its steps. Once `stop` is set, the next report raises Halted, which ends the thread.
     """
     is_abandoned = threading.Event()
 
@@ -67,22 +67,22 @@ async def until_on_thread(stop: asyncio.Event, tell: Tell, work: Callable[[Tell]
     except Halted:
         return None
     finally:
-        is_abandoned.set()  # this wait may have been cancelled
+        is_abandoned.set()  # so that the thread ends too if this wait was cancelled
 
 
 @contextmanager
 def stop_on_signals(tell: Callable[[str], None], log: Callable[[str], None]) -> Iterator[Stop]:
     """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets; a second one ends the process.
 
-    The second signal neither waits for a thread nor saves. Files stay whole, since they are written aside and
-    renamed, and an embedded task app ends when its standard input closes.
+    The second signal does not wait for threads and saves nothing. Files stay whole, because each is written
+    under a temporary name and renamed. An embedded task app ends when its standard input closes.
 
     A closing terminal often sends SIGHUP twice, from the kernel and from the shell. So a second SIGHUP is
-    ignored, also after the context. If SIGHUP is ignored at the start, as by `nohup`, it stays ignored.
+    ignored, even after the context. If SIGHUP was ignored before, as under `nohup`, it stays ignored.
 
     Args:
-        tell: receives a line for the user at the first signal, since the stop may take the minutes of an
-            update. Called on the event loop.
+        tell: receives a line for the user at the first signal, since the stop may take minutes. Called on the
+            event loop.
         log: receives the last line of a process that ends at once. It must not block, as a terminal may.
     """
     loop = asyncio.get_running_loop()
@@ -115,7 +115,7 @@ def _end_at_once(number: int) -> None:
     # An exception would still wait for every thread of the pool, and an update can take minutes.
     try:
         if sys.stdout.isatty():
-            sys.stdout.write(_SHOW_CURSOR)  # a live table hides it, and will not be there to show it again
+            sys.stdout.write(_SHOW_CURSOR)  # a live table hid it, and will not show it again
             sys.stdout.flush()
     finally:  # also where the terminal is gone
         os._exit(128 + number)

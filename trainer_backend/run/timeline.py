@@ -10,7 +10,7 @@ from typing import Literal
 from trainer_backend.core.metric import Metric, Row
 
 Lane = Literal["collect", "learn"]
-_KEPT = 64  # ended spans of a lane, several times as many as run at a time
+_KEPT = 64  # ended spans kept per lane, several times as many as ever run at once
 # Metrics with this prefix are times of day, which make no curve.
 PREFIX = "timeline/"
 
@@ -42,7 +42,7 @@ METRICS = (
 
 @dataclass(slots=True)
 class Span:
-    """Start and end of work in a lane, in seconds of the timeline's clock; the end is 0 during the work."""
+    """Start and end of some work, in seconds of the timeline's clock. `end` is 0 until the work ends."""
 
     start: float
     end: float = 0.0
@@ -53,10 +53,10 @@ class Span:
 
 
 class Timeline:
-    """The two lanes of a run, collecting and learning. They overlap in time if rollouts are collected ahead.
+    """Measures the two lanes of a run's work, collecting and learning, which may overlap in time.
 
     Args:
-        clock: seconds since 1970 that only grow.
+        clock: returns seconds since 1970, and never goes back.
     """
 
     def __init__(self, *, clock: Callable[[], float] | None = None) -> None:
@@ -71,8 +71,8 @@ class Timeline:
     def working(self, lane: Lane) -> Iterator[Span]:
         """Count the lane as working until the context is left.
 
-        If earlier work of the lane is still running and ends first, the span begins at that end, since this
-        work had to wait.
+        If earlier work of the same lane ends during this work, the span begins at that end, because this work
+        had to wait for it.
         """
         span = Span(self._count())
         self._running[lane] += 1
@@ -86,7 +86,7 @@ class Timeline:
             self._ended[lane].append(Span(begin, span.end))
 
     def waits(self) -> dict[str, float]:
-        """Return the waits since the last call and the overlap, and reset them."""
+        """Return metrics since the last call: how long each lane waited for the other, and their overlap."""
         self._count()
         worked = self._both + sum(self._alone.values())
         waits = {
@@ -98,7 +98,7 @@ class Timeline:
         return waits
 
     def _count(self) -> float:
-        """Add the time since the last count to the lanes that worked; return the current time."""
+        """Add the time since the last call to the totals of the lanes that are working. Return the time."""
         now = self._clock()
         passed, self._counted_to = now - self._counted_to, now
         working: list[Lane] = [lane for lane, count in self._running.items() if count]

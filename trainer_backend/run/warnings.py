@@ -1,6 +1,6 @@
-"""Warnings of a run that cannot learn: no signal, calls that are forgotten, or steps that are too large.
+"""Warns that a run may not learn: no learning signal, a policy that forgets tool calls, or too large steps.
 
-`rows` are always those of all iterations, oldest first.
+Arguments named `rows` are the metrics rows of all iterations, oldest first.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,9 +8,9 @@ from itertools import takewhile
 from typing import Any
 
 _TOLD_AGAIN = 25  # iterations between two warnings
-_FAR_STEPS = 3  # one is chance: a token that the sampler found unlikely can make a step look far
+_FAR_STEPS = 3  # a single one may be chance: a token that the sampler found unlikely can cause it
 _MOVED, _LEAP = "loss/kl_to_proximal", 0.5  # nats a token; a healthy iteration has less than 0.1
-# A policy forgets how to write calls if its refused share rises from the first limit to the second.
+# A policy forgets tool calls if its share of refused decisions rises from the first limit to the second.
 _REFUSED, _FEW_REFUSED, _MOST_REFUSED = "episode/invalid_frac", 0.1, 0.5
 
 
@@ -20,7 +20,10 @@ def find_warnings(
     *,
     compares_siblings: bool,
 ) -> Iterator[str]:
-    """Yield the warnings after an iteration. `read_rows` is called only if the iteration's row is bad."""
+    """Yield the warnings after the iteration whose metrics are `row`.
+
+    `read_rows` returns all rows of metrics. It is called only if `row` shows a problem.
+    """
     tests = [loses_calls, steps_too_far, leaps, _is_flat, *([] if compares_siblings else [_is_unpaid])]
     if not any(test(row) for test in tests):
         return
@@ -37,14 +40,14 @@ def find_warnings(
 
 
 def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
-    """Warn if the last iterations had no signal: after the second of them, and after every 25th.
+    """Return a warning if the last iterations had no signal: at the second in a row, and at every 25th.
 
     An iteration has no signal if the advantages of all groups are 0. A critic's advantages are never exactly
-    0, so with a critic an iteration in which no decision earned anything has no signal either.
+    0, so with a critic, an iteration in which no decision earned a reward has no signal either.
 
     Args:
-        rows: a row that lacks the metrics of the signal counts as one with a signal.
-        compares_siblings: whether the estimator gives advantages of 0 to a group of equal episodes.
+        rows: a row that lacks the metrics needed for this counts as having a signal.
+        compares_siblings: whether the estimator gives a group of equal episodes advantages of 0.
     """
     unpaid, flat = (_count_last(rows, test) for test in (_is_unpaid, _is_flat))
     count = flat if compares_siblings else max(unpaid, flat)
@@ -68,7 +71,10 @@ def loses_calls(row: Mapping[str, Any]) -> bool:
 
 
 def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Warn if most decisions are refused and few were before: at the first such iteration, then every 25."""
+    """Return a warning if most decisions are refused, although few were in some earlier iteration.
+
+    It is returned at the first such iteration, and then at every 25th further one in a row.
+    """
     count = _count_last(rows, loses_calls)
     before = [row for row in rows[: len(rows) - count] if _REFUSED in row]
     best = min(before, key=lambda row: float(row[_REFUSED]), default=None)
@@ -92,7 +98,10 @@ def steps_too_far(row: Mapping[str, Any]) -> bool:
 
 
 def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Warn if `target_kl` ended the last three iterations after one step; then at every 25th further one."""
+    """Return a warning if `target_kl` ended each of the last three iterations after one optimizer step.
+
+    If further iterations end in this way, return it again at every 25th of them.
+    """
     count = _count_last(rows, steps_too_far)
     if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
         return None
@@ -104,12 +113,15 @@ def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def leaps(row: Mapping[str, Any]) -> bool:
-    """Return whether an iteration moved the policy by `_LEAP` or more."""
+    """Return whether an iteration moved the policy by `_LEAP` nats per token or more."""
     return bool(row.get(_MOVED, 0.0) >= _LEAP)
 
 
 def warn_of_leap(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Warn if the last iteration moved the policy much too far; if this goes on, at every 25th iteration."""
+    """Return a warning if the last iteration moved the policy much too far.
+
+    If further iterations do so too, return it again at every 25th of them.
+    """
     count, last = _count_last(rows, leaps), rows[-1]
     if not count or (count - 1) % _TOLD_AGAIN:
         return None
@@ -121,7 +133,7 @@ def warn_of_leap(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _blame_critic(row: Mapping[str, Any]) -> str:
-    """Return a sentence about a critic whose values exceed the returns; "" if they do not."""
+    """Return a sentence on how far the critic's mean value exceeds the mean return; "" if it does not."""
     value, paid = row.get("value/mean"), row.get("value/return_mean")
     if value is None or paid is None or value <= paid:
         return ""
@@ -131,7 +143,7 @@ def _blame_critic(row: Mapping[str, Any]) -> str:
 
 
 def _count_last(rows: Sequence[Mapping[str, Any]], test: Callable[[Mapping[str, Any]], bool]) -> int:
-    """Count the last rows that pass the test, back to the first that does not."""
+    """Count the rows at the end that all pass the test."""
     return sum(1 for _ in takewhile(test, reversed(rows)))
 
 

@@ -8,7 +8,7 @@
     rollouts/*.parquet      finished stages; *.spool.jsonl: the finished rollouts of an unfinished stage
     checkpoints/, report/
 
-Readers need no lock. Each write is atomic, and the last write of a series commits the series: after a kill
-between two writes, the next start can continue. Directories of versions that wrote fewer of these files stay
-readable, so run.json still says format 1.
+Readers need no lock. Each write is atomic. The last write of a series commits the series, so after a kill
+between two writes the next start can continue. Earlier versions wrote fewer of these files. Their directories
+are still readable, so the format in run.json is still 1.
 """

@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run, and the mark of the best one. Without torch."""
+"""The checkpoint folders of a run, and the mark of the best one. Does not import torch."""
 
 import json
 import os
@@ -14,15 +14,15 @@ STATE_FILE = "state.json"
 # The checkpoint that RL started from: the base of adapters, and the reference of a KL term.
 STARTED_FROM = "iteration_0"
 BEST, _MARK = "best", "best.json"
-# The files that only a resume reads. They have a folder of their own, since servers load every safetensors
-# file next to config.json as weights of the model.
+# The files that only a resume reads. They have a folder of their own, because servers load every
+# safetensors file next to config.json as weights of the model.
 TRAINING_FOLDER = "training_state"
 VALUE_HEAD_FILE = "value_head.safetensors"
 CRITIC_FILE = "critic.safetensors"
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
-    """Return the finished checkpoint with the highest iteration."""
+    """Return the finished checkpoint with the highest iteration, or None."""
     folders = [path for path in _folders(checkpoints) if is_whole(path)]
     return folders[-1] if folders else None
 
@@ -50,7 +50,7 @@ class BestMark(NamedTuple):
 
 
 def best_mark(checkpoints: Path) -> BestMark | None:
-    """Return the mark, or None if there is none or its checkpoint is gone."""
+    """Return the mark of the best checkpoint; None if there is no mark or its checkpoint is gone."""
     try:
         if (checkpoints / _MARK).exists():
             stored = json.loads((checkpoints / _MARK).read_bytes())
@@ -70,9 +70,9 @@ def find_run(folder: Path) -> Path | None:
 
 
 def model_in(folder: Path) -> Path:
-    """Return the model folder for a path from a user: a run's best checkpoint, or the folder itself."""
+    """Return the model folder that a user's path means: a run's best checkpoint, or the folder itself."""
     if find_run(folder) != folder:
-        # Resolved, so that errors and files name the iteration.
+        # The link is resolved, so that errors and files name the iteration.
         return folder.parent / os.readlink(folder) if folder.name == BEST and folder.is_symlink() else folder
     best = best_checkpoint(folder / "checkpoints")
     if best is None:
@@ -81,16 +81,16 @@ def model_in(folder: Path) -> Path:
 
 
 def mark_best(mark: BestMark) -> None:
-    """Mark a checkpoint as the best, with its score, since the evaluation's row of metrics can be lost."""
+    """Mark a checkpoint as the best. The score is stored too, since the evaluation's metrics can be lost."""
     stored = {"checkpoint": mark.folder.name, "outcome_reward": mark.score}
     replace_text(mark.folder.parent / _MARK, json.dumps(stored) + "\n")
     link_best(mark.folder.parent)
 
 
 def link_best(checkpoints: Path) -> None:
-    """Point the link `best` at the best checkpoint, for other programs.
+    """Make the symbolic link `best` point to the best checkpoint, for other programs.
 
-    Turnwise itself reads best.json, which also works on a disk without links, such as a bucket.
+    Turnwise itself reads best.json, because some disks, such as a mounted bucket, have no links.
     """
     best, link = best_checkpoint(checkpoints), checkpoints / BEST
     if best is None or (link.is_symlink() and os.readlink(link) == best.name):
@@ -104,7 +104,7 @@ def link_best(checkpoints: Path) -> None:
             if error.errno in NO_LINKS:
                 return
             raise
-        if not link.is_symlink() and is_whole(link):  # in a copy of the run, made by following links
+        if not link.is_symlink() and is_whole(link):  # a folder, in a copy that followed links
             shutil.rmtree(link)
         os.replace(aside, link)
 
@@ -112,7 +112,7 @@ def link_best(checkpoints: Path) -> None:
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:
     """Delete checkpoints except the newest, the best, iteration_0 (the start of RL), and the last `keep`.
 
-    `stays(iteration)` says whether a checkpoint counts for `keep`; the others were written only for a resume.
+    `stays(iteration)` returns whether a checkpoint counts for `keep`. Others were written only for a resume.
     """
     folders = _folders(checkpoints)
     rest = [folder for folder in folders if stays(read_iteration(folder))][-keep:]
@@ -133,7 +133,7 @@ def whole_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def _folders(checkpoints: Path) -> list[Path]:
-    """List the checkpoint folders, oldest first, without a user's copies (iteration_5_backup)."""
+    """List the checkpoint folders, oldest first. A user's copies (iteration_5_backup) are left out."""
     ours = [path for path in checkpoints.glob("iteration_*") if path.name[10:].isdecimal()]
     return sorted(ours, key=read_iteration)
 

@@ -1,7 +1,7 @@
-"""RUN/data.parquet: the rows that a run trains on and is evaluated on, and its earlier training rows.
+"""RUN/data.parquet records a run's training rows and held-out rows, and the training rows of earlier starts.
 
-A resume compares the record with the current rows. Earlier training rows stay in the record, since held-out
-rows with the same question are leaks.
+A resumed run compares the record with the current rows. Earlier training rows stay in the record, because
+held-out rows that ask the same question are leaks.
 """
 
 from collections import Counter
@@ -38,12 +38,15 @@ class DataRecord:
     rows: tuple[RowIdentity, ...]
     """The rows that the run's last start used, training rows first."""
     by_position: bool
-    """Whether ids are positions, so that equal ids of two runs may be different rows."""
+    """Whether ids are positions in the file. If so, equal ids of two runs may mean different rows."""
     earlier: tuple[Earlier, ...] = ()
-    """Training rows of earlier starts that are gone, changed, or held out since."""
+    """Training rows of earlier starts that were since removed, changed, or moved to the held-out rows."""
 
     def followed_by(self, rows: Sequence[RowIdentity], iteration: int) -> "DataRecord":
-        """Return a record of these rows. Replaced training rows are `earlier` ones, until `iteration`."""
+        """Return the record of a start that uses these rows and continues after `iteration`.
+
+        Training rows that are not among them move to `earlier`, with `iteration` as `until`.
+        """
         stays = {(row.id, row.content) for row in _on_side("training", rows)}
         before = [*self.earlier, *(Earlier(row, iteration) for row in _on_side("training", self.rows))]
         trained = {(item.row.id, item.row.content): item for item in before}
@@ -51,7 +54,7 @@ class DataRecord:
         return replace(self, rows=tuple(rows), earlier=earlier)
 
     def find_replaced(self, iteration: int) -> set[str]:
-        """Return the ids of an iteration's training rows that are gone or changed since."""
+        """Return the ids of training rows that an iteration may have played before they changed or went."""
         return {item.row.id for item in self.earlier if iteration <= item.until}
 
     @property
@@ -60,9 +63,10 @@ class DataRecord:
         return [*(item.row for item in self.earlier), *_on_side("training", self.rows)]
 
     def describe_leaks(self, rows: Sequence[RowIdentity] | None = None) -> str:
-        """Say how many held-out rows ask the same as a training row; empty if none does.
+        """Return text on how many held-out rows ask the same question as a training row; empty if none.
 
-        `rows` are the current rows; None: the rows of the record.
+        Args:
+            rows: the current rows; None for the rows of the record.
         """
         trained = {row.task for row in self.trained}
         held_out = _on_side("held-out", self.rows if rows is None else rows)
@@ -77,9 +81,10 @@ def _on_side(side: Side, rows: Sequence[RowIdentity]) -> list[RowIdentity]:
 def accept_rows(
     record: DataRecord | None, table: DataTable | None, data: DataSet | None, *, accept_changes: bool = False
 ) -> DataSet | None:
-    """Refuse a data set that changed since the run began, unless `accept_changes`; return it otherwise.
+    """Raise DataError if the data set changed since the run began, unless `accept_changes` is true.
 
-    The returned one has notes about accepted changes and about leaks. `record_rows` stores the new rows.
+    Returns the data set with notes about accepted changes and about leaks. It does not store the new rows;
+    `record_rows` does.
     """
     if data is None or record is None or table is None:
         return data
@@ -99,7 +104,7 @@ def accept_rows(
 
 
 def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | None, iteration: int) -> None:
-    """Record the current rows before anything is played; the run continues after `iteration`."""
+    """Record the current rows of a run that continues after `iteration`. Call it before any rollout."""
     if data is None:
         return
     if record is None:
@@ -109,9 +114,9 @@ def record_rows(run: RunDirectory, record: DataRecord | None, data: DataSet | No
 
 
 def find_differences(record: DataRecord, table: DataTable, data: DataSet) -> tuple[str, str]:
-    """Describe the changes since the record, and the held-out rows that leak; empty texts for none.
+    """Describe the changes since the record was written, and leaked held-out rows; each text may be empty.
 
-    A changed order counts only with data.shuffle = false.
+    A changed order counts as a change only with data.shuffle = false.
     """
     changes = _changes(record.rows, data.identities, in_order=not table.shuffle)
     return "; ".join(changes), record.describe_leaks(data.identities)
@@ -151,7 +156,7 @@ def find_other_rows(first: DataRecord, other: DataRecord) -> set[str]:
 
 
 def describe_mismatch(first: DataRecord, other: DataRecord) -> list[str]:
-    """List the reasons why held-out rows of two runs cannot be compared, or not fairly."""
+    """List the reasons why results on held-out rows of two runs cannot be compared, or only unfairly."""
     ids = [{row.id for row in _on_side("held-out", record.rows)} for record in (first, other)]
     differ, shared = find_other_rows(first, other), ids[0] & ids[1]
     cannot = first.by_position != other.by_position and not shared - differ
@@ -164,13 +169,13 @@ def describe_mismatch(first: DataRecord, other: DataRecord) -> list[str]:
 
 
 def _count_leaked(first: DataRecord, other: DataRecord) -> int:
-    """Count the held-out rows of `other` on whose questions only `first` trained."""
+    """Count the held-out rows of `other` whose questions `first` trained on, but `other` did not."""
     trained = {row.task for row in first.trained} - {row.task for row in other.trained}
     return sum(row.task in trained for row in _on_side("held-out", other.rows))
 
 
 def read_record(run: RunDirectory) -> DataRecord | None:
-    """Read a run's record; None without [data], in runs from before 2026-11-28, and before any rollout."""
+    """Read a run's record; None if the run has none, or if nothing has been played yet."""
     path = run.path / DATA_RECORD
     if not path.exists() or not run.has_played():
         return None

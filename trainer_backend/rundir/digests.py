@@ -1,7 +1,7 @@
 """Digests that show whether a checkpoint's files have changed since they were written.
 
-They detect disks and copies that change or lose bytes, not attackers, so crc32 is enough and costs little.
-Threads digest each file in pieces while the next file is written, so digests take no extra time.
+They detect errors of disks and copies, not attacks, so the cheap crc32 is enough. Threads compute the digests
+of a file while the next file is written, so that saving takes no longer.
 """
 
 import json
@@ -16,14 +16,14 @@ from trainer_backend.rundir.checkpoint_paths import TRAINING_FOLDER, read_iterat
 from trainer_backend.rundir.files import flush
 
 FILE = "digests.json"
-# Bytes per crc32; also the precision with which damage is located.
+# Bytes of a file that each crc32 covers.
 _PIECE_BYTES = 64 * 2**20
 _READ_BYTES = 2**20
 _THREADS = 4
 
 
 class Digests:
-    """Computes digests of the files in a folder, and flushes the files, while others are still written."""
+    """Computes digests of files in a folder, and flushes these files, while other files are being written."""
 
     def __init__(self, folder: Path, pool: ThreadPoolExecutor) -> None:
         self._folder, self._pool = folder, pool
@@ -31,7 +31,7 @@ class Digests:
         self._flushes: list[Future[None]] = []
 
     def take(self) -> None:
-        """Start to digest all files that are new since the last call. No file may be half written now."""
+        """Start to compute digests of all files that are new since the last call. All must be complete."""
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
             if path.is_file() and name not in self._pieces:
@@ -39,7 +39,7 @@ class Digests:
                 self._flushes.append(self._pool.submit(flush, path))
 
     def write(self) -> None:
-        """Write digests.json and flush the folder, once all of its files are finished."""
+        """Write digests.json and flush the folder. Call it when all other files in it are complete."""
         self.take()
         crc32 = {name: [piece.result() for piece in pieces] for name, pieces in self._pieces.items()}
         for pending in self._flushes:
@@ -51,7 +51,7 @@ class Digests:
 
 
 def read_digest(checkpoint: Path) -> str | None:
-    """Return one digest of all weights of a checkpoint's model and adapters; None if it has no digests."""
+    """Return one digest for all weights of a model checkpoint, adapters included; None without digests."""
     try:
         crc32 = json.loads((checkpoint / FILE).read_text(encoding="utf-8"))["crc32"]
     except (OSError, ValueError, TypeError, KeyError):
@@ -66,13 +66,13 @@ def read_digest(checkpoint: Path) -> str | None:
 
 @contextmanager
 def collect_digests(folder: Path) -> Iterator[Digests]:
-    """Yield the digests of a folder that is being written; all threads end with the context."""
+    """Yield a `Digests` for a folder that is being written. Its threads end with the context."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="turnwise-digests") as pool:
         yield Digests(folder, pool)
 
 
 def refuse_damaged(checkpoint: Path) -> None:
-    """Refuse a damaged checkpoint; the error names the newest older one that is whole, and how to use it."""
+    """Raise CheckpointError if the checkpoint is damaged. The error tells how to use an older one."""
     damage = find_damage(checkpoint)
     if damage is None:
         return
@@ -88,7 +88,7 @@ def refuse_damaged(checkpoint: Path) -> None:
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """Describe the first file that differs from what was written, or return None."""
+    """Describe the first file that is missing or differs from its digest; None if there is none."""
     try:
         stored = json.loads((checkpoint / FILE).read_bytes())
         piece_bytes, digests = int(stored["piece_bytes"]), dict(stored["crc32"])
@@ -110,7 +110,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def _as_text(pieces: Sequence[str]) -> str:
-    """Return one digest of all pieces of a file."""
+    """Combine the digests of a file's pieces into one digest."""
     return pieces[0] if len(pieces) == 1 else f"{zlib.crc32(''.join(pieces).encode()):08x}"
 
 

@@ -1,4 +1,4 @@
-"""Files of a run: JSON lines that grow at their end, and files that are replaced atomically."""
+"""Reads and writes files of a run: JSON lines, which are appended, and files that are replaced atomically."""
 
 import errno
 import json
@@ -16,7 +16,7 @@ NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 
 
 def append_line(path: Path, row: Mapping[str, Any], *, durable: bool) -> None:
-    """Append a whole line or nothing. The line survives a kill, and if `durable` also a power cut."""
+    """Append a whole line or nothing. The line survives a kill, and a power cut too if `durable` is true."""
     append_text(path, json.dumps(row, allow_nan=False, sort_keys=True), durable=durable)
 
 
@@ -27,7 +27,7 @@ def append_text(path: Path, line: str, *, durable: bool) -> None:
         end = file.seek(0, os.SEEK_END)
         try:
             file.seek(max(end - 1, 0))
-            # A line that a kill cut short must not swallow this one.
+            # If a kill cut the last line short, end that line first.
             rest = memoryview(data if file.read(1) in (b"", b"\n") else b"\n" + data)
             while rest:
                 rest = rest[file.write(rest) :]
@@ -55,7 +55,7 @@ def each_line(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_texts(path: Path) -> list[bytes]:
-    """Read all whole lines; a missing file has none."""
+    """Read all whole lines; return an empty list if the file is missing."""
     try:
         return path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def read_texts(path: Path) -> list[bytes]:
 
 
 def replace_lines(path: Path, rows: Iterable[Mapping[str, Any]], *, durable: bool) -> None:
-    """Replace a file of JSON lines atomically; `durable` as in `append_line`."""
+    """Replace a file of JSON lines atomically. `durable` means the same as in `append_line`."""
     lines = (json.dumps(row, allow_nan=False, sort_keys=True) + "\n" for row in rows)
     replace_text(path, "".join(lines), durable=durable)
 
@@ -79,9 +79,9 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
 
 @contextmanager
 def replacement(path: Path, *also: type[Exception], durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path that replaces `path` at the end of the context; `also` as in `write_errors`.
+    """Yield a temporary path, and rename it to `path` at the end of the context.
 
-    `path` is whole after a kill, and if `durable` (flushed) after a power cut.
+    `path` is whole after a kill, and after a power cut too if `durable` is true. `also`: see `write_errors`.
     """
     with write_errors(path, *also):
         aside = path.with_name(f".{path.name}.tmp")
@@ -99,7 +99,7 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file's content, or a folder's names, to disk."""
+    """Flush a file's content, or the names of a folder's files, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -111,7 +111,8 @@ def flush(path: Path) -> None:
 def write_errors(path: Path, *also: type[Exception]) -> Iterator[None]:
     """Raise RunNotWritten with the path if a write inside the context fails.
 
-    `also` are errors of a library that mean a full disk.
+    Args:
+        also: exceptions by which a library reports that a write failed, in addition to OSError.
     """
     kinds: tuple[type[Exception], ...] = (OSError, *also)
     try:
@@ -125,5 +126,5 @@ def write_errors(path: Path, *also: type[Exception]) -> Iterator[None]:
 
 
 def now() -> str:
-    """Return the time in UTC, ISO 8601, in milliseconds, for display only."""
+    """Return the time for display: UTC, ISO 8601, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

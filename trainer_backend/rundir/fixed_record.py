@@ -12,7 +12,7 @@ from trainer_backend.rundir.layout import FIXED_RECORD, RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class FixedWeights:
-    """The folder of a fixed policy, and the `fingerprint` of its weights, which alone decides equality."""
+    """A fixed policy's folder, and the fingerprint of its weights. Only the fingerprint decides equality."""
 
     folder: str = field(compare=False)
     sha256: str
@@ -23,9 +23,9 @@ class FixedWeights:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """A fixed policy at a remote server: its model name, which alone decides equality, and its URL.
+    """A fixed policy at a remote server: its model name and its URL. Only the name decides equality.
 
-    The weights are unknown. The URL has no query. A resume reports another URL, but does not refuse it.
+    The weights are unknown. The URL has no query. If it changed, a resumed run reports that and continues.
     """
 
     model: str
@@ -39,7 +39,7 @@ FixedModel = FixedWeights | RemoteModel
 
 
 def begin_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> None:
-    """Record the fixed policies of a new run by name; if it has none, write no file."""
+    """Record the fixed policies of a new run by name. If it has none, delete the file."""
     path = run.path / FIXED_RECORD
     if not models:
         path.unlink(missing_ok=True)
@@ -52,18 +52,18 @@ def _write(models: Mapping[str, FixedModel]) -> str:
 
 
 def continue_record(run: RunDirectory, models: Mapping[str, FixedModel]) -> list[str]:
-    """Refuse policies that differ from the run's record, and add new ones to the record.
+    """Raise JobError if a policy differs from the run's record; otherwise add new policies to the record.
 
     Returns a line for each model whose URL has changed.
     """
     if not models:
         return []
-    path = run.path / "run.json"  # every run has it, and it is never replaced
+    path = run.path / "run.json"  # the file to lock: every run has it, and it is never replaced
     with write_errors(path):
         lock = path.open("r+b")
     with lock:
         with write_errors(path):  # a file system may have no locks
-            # The gateways of a run with [cluster] read and write the record at the same moment.
+            # The gateways of a run with [cluster] may read and write the record at the same time.
             fcntl.flock(lock, fcntl.LOCK_EX)
         return _continue_record(run, models)
 

@@ -23,21 +23,21 @@ from trainer_backend.rundir.files import (
 from trainer_backend.rundir.spool import SPOOL_ENDING, cut_ledger, read_stage, tidy_spools
 from trainer_backend.rundir.state import LOG_FILE
 
-# Importing the job's schema takes a third of the start of a command that only reads a run. So only methods
-# that use a job import it.
+# Importing the job's schema takes a third of the start-up time of a command that only reads a run. So only
+# methods that use a job import it.
 if TYPE_CHECKING:
     from trainer_backend.job.load import LoadedJob
     from trainer_backend.job.schema import JobConfig
 
-# The kind of the row of a stage that ended the run. A resumed run drops the row and repeats the stage.
+# `kind` of the metrics row of a stage that ended the run. A resumed run drops the row and repeats the stage.
 _ENDED_RUN = "lost"
 
 # The mode of a run directory: other users of the machine must not read its jobs and rollouts.
 OWNERS_ALONE = 0o700
 _FOLDERS = ("rollouts", "checkpoints")
-# The record of fixed policies (run.fixed_policies); runs without them have no such file.
+# The record of fixed policies (rundir.fixed_record); runs without them have no such file.
 FIXED_RECORD = "fixed_policies.json"
-# The rows that a run began with (rundir.data_record); runs without [data] have no such file.
+# The record of data-set rows (rundir.data_record); runs without [data] have no such file.
 DATA_RECORD = "data.parquet"
 # Marks a run whose rollouts `turnwise import` wrote.
 _IMPORTED = "imported"
@@ -45,7 +45,7 @@ _OF_EVERY_START = ("job.toml", "run.json", FIXED_RECORD, DATA_RECORD, lock.FILE,
 
 
 class _Inside:
-    """A property of a RunDirectory that returns the path of one of its files or folders."""
+    """A property of a RunDirectory: the path of one of the run's files or folders."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -58,18 +58,18 @@ class _Inside:
 class RunDirectory:
     path: Path
     run_id: str
-    """The run's name at task apps; unlike the folder's name it is unique."""
+    """Identifies the run at task apps. Unlike the folder's name, it is unique."""
 
     metrics_file = _Inside("metrics.jsonl")
     checkpoints = _Inside("checkpoints")
     weights = _Inside("weights")
     """The two newest versions of the policy as model folders, for servers that load them."""
     task_app_log = _Inside("task_app.log")
-    """The log of the run's own task app; if there are several, of the first."""
+    """The log of the task app that the run started; if it started several, the log of the first."""
     learner_log = _Inside("learner.log")
     report = _Inside("report")
     recredit = _Inside("recredit")
-    """The default folder of `turnwise recredit`."""
+    """The default output folder of `turnwise recredit`."""
     rollouts = _Inside("rollouts")
 
     def gateway_log(self, number: int) -> Path:
@@ -79,7 +79,7 @@ class RunDirectory:
         return self.path / f"vllm_{number}.log"
 
     def rejected_file(self, stage: str) -> Path:
-        """Return the file with the rollouts of a stage that credit or update rejected, one per line."""
+        """Return the path of the file with the rollouts of a stage that credit or update rejected."""
         return self.rollouts / f"{stage}.rejected.jsonl"
 
     def rollouts_file(self, name: str) -> Path:
@@ -120,7 +120,7 @@ class RunDirectory:
         return load_job(self.path / "job.toml", runs_plugins=False).config
 
     def job_with(self, overrides: Sequence[str]) -> "LoadedJob":
-        """Read the job with overrides, and load all code that it names, to play more rollouts."""
+        """Read the job with overrides, and load all code that it names, so that rollouts can be played."""
         from trainer_backend.job.code_files import with_known_files
 
         if (self.path / _IMPORTED).exists():
@@ -130,7 +130,7 @@ class RunDirectory:
         return with_known_files(self.job_of_stored(overrides))
 
     def job_of_stored(self, overrides: Sequence[str]) -> "LoadedJob":
-        """Read the job with overrides, to credit stored rollouts; code files of task apps need not exist."""
+        """Read the job with overrides, to credit stored rollouts. Code files of task apps may be missing."""
         from trainer_backend.job.load import load_job
 
         loaded, name = load_job(self.path / "job.toml", overrides), self.run_id.rpartition(".")[0]
@@ -154,15 +154,15 @@ class RunDirectory:
         append_line(self.metrics_file, row, durable=True)
 
     def append_last_stage(self, row: dict[str, Any]) -> None:
-        """Append the row of a stage that ends the run; `forget_after` drops the row."""
+        """Append the metrics row of a stage that ends the run. A resumed run drops the row."""
         self.append_metrics({"kind": _ENDED_RUN, **row})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Read all rows, oldest first; skip a line that a crash cut short."""
+        """Read all rows of metrics.jsonl, oldest first. Skip a line that a crash cut short."""
         return read_lines(self.metrics_file)
 
     def is_finished(self, iterations: int) -> bool:
-        """Return whether the run has ended after `iterations`, so that a further start has nothing to do."""
+        """Return whether the run has ended after at least `iterations`, so that no start has work left."""
         status, newest = state.read_status(self.path), latest_checkpoint(self.checkpoints)
         if status.holder is not None or status.state is None or status.state.state != "ended" or not newest:
             return False
@@ -184,7 +184,7 @@ class RunDirectory:
     def go_back_to(
         self, iteration: int, tell: Callable[[str], None], *, policy_version: int | None = None
     ) -> None:
-        """Undo everything after an iteration, so that a resumed run can repeat it; -1: undo all iterations.
+        """Remove what was recorded after an iteration, so that a resumed run can repeat it; -1: remove all.
 
         For `policy_version` see `tidy_spools`.
         """
@@ -196,7 +196,7 @@ class RunDirectory:
         tidy_spools(self.rollouts, iteration, tell, policy_version=policy_version)
 
     def forget_after(self, iteration: int) -> None:
-        """Remove later iterations, and the stage that ended the run, from metrics.jsonl and ledger.jsonl."""
+        """Remove lines of later iterations, and of a stage that ended the run, from metrics and ledger."""
         rows = self.metrics()
         rest = [row for row in rows if row.get("iteration", 0) <= iteration and row.get("kind") != _ENDED_RUN]
         if len(rest) < len(rows):
@@ -204,9 +204,10 @@ class RunDirectory:
         cut_ledger(self.path, iteration)
 
     def remove_if_unused(self, *, with_log: bool) -> bool:
-        """Delete the folder if it has only the files of `create_run`; return whether it is gone.
+        """Delete the folder if it contains only files that every start writes; return whether it is gone.
 
-        Logs of child processes, which may explain a failure, keep the folder unless `with_log` is true.
+        A log of a child process may explain a failure. So if one has content, the folder is kept, unless
+        `with_log` is true.
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False
@@ -247,7 +248,7 @@ def create_run(job: "JobConfig", path: Path | None = None) -> RunDirectory:
         # Last, because run.json makes the folder a run.
         replace_text(path / "run.json", json.dumps({"run_id": run.run_id, "format": 1}))
         with write_errors(path):
-            flush(path.parent)  # the folder's own name
+            flush(path.parent)  # so that the folder's name is on disk
     return run
 
 

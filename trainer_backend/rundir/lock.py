@@ -1,7 +1,8 @@
-"""The lock of a run directory, which admits one trainer and ends with its process.
+"""The lock of a run directory. One process at a time can hold it; it is released when the process ends.
 
-The package `filelock` is no substitute: its locks are exclusive, and `holder` needs a shared one. Version 3
-empties the file that names the holder at each try; version 4 may use a file that outlives a killed process.
+The package `filelock` does not fit: its locks are exclusive, and `holder` needs a shared one. Its version 3
+empties the lock file, which names the holder, at each try. Its version 4 may use a file that stays after a
+kill.
 """
 
 import fcntl
@@ -18,7 +19,7 @@ from trainer_backend.errors import RunDirectoryError
 from trainer_backend.rundir.files import now, write_errors
 
 FILE = "lock"
-# `holder` takes the lock for a moment in order to look, so a trainer tries several times.
+# `holder` takes the lock for a moment to see whether it is free, so a trainer tries several times.
 _TRIES, _PAUSE_S = 20, 0.05
 
 
@@ -27,10 +28,10 @@ class Holder:
     """The process that trains a run."""
 
     pid: int
-    """The process on `host`; 0: it has just started and has not written this yet."""
+    """Process id on `host`; 0 if the process has just taken the lock and has not written this yet."""
     host: str
     since: str
-    """UTC, ISO 8601."""
+    """When the process took the lock; UTC, ISO 8601."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}" if self.pid else "another process"
@@ -38,7 +39,7 @@ class Holder:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run directory as its only trainer."""
+    """Hold the lock of a run directory. Raise RunDirectoryError if another process holds it."""
     path = folder / FILE
     with write_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -54,19 +55,19 @@ def run_lock(folder: Path) -> Iterator[None]:
             )
         yield
     finally:
-        # The file stays: a waiting process has it open already, and would then lock a deleted file.
+        # The file is not deleted: a waiting process has it open already, and would lock a deleted file.
         os.close(descriptor)
 
 
 def refuse_if_locked(folder: Path) -> None:
-    """Refuse a run directory in which another process trains, before opening anything in it."""
+    """Raise RunDirectoryError if another process trains this run now. Changes nothing."""
     current = holder(folder)
     if current is not None:
         raise _lock_error(current, folder)
 
 
 def holder(folder: Path) -> Holder | None:
-    """Return the process that trains this run now, or None."""
+    """Return the process that trains this run now; None if there is none, or locks are not supported."""
     path = folder / FILE
     try:
         descriptor = os.open(path, os.O_RDONLY)

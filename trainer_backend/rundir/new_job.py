@@ -1,4 +1,4 @@
-"""Loads the job of a new run, whose models, files and libraries must exist."""
+"""Loads the job of a new run, and checks that its models, files and libraries exist."""
 
 import shutil
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from trainer_backend.sinks import refuse_missing_libraries
 
 
 def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) -> LoadedJob:
-    """Load the job of a new run, and refuse missing parts.
+    """Load the job of a new run. Raise JobError if a part that it names is missing.
 
-    An existing run uses `load_job`, since it has checkpoints and its first model folder may be gone.
+    For an existing run, use `load_job`: it has checkpoints, so its first model folder may be gone.
     """
     loaded = load_job(paths, overrides)
     refuse_missing_parts(loaded)
@@ -26,7 +26,7 @@ def load_new_job(paths: Path | Sequence[Path], overrides: Sequence[str] = ()) ->
 
 
 def refuse_missing_parts(loaded: LoadedJob) -> None:
-    """Refuse a job whose model folders, files, Python interpreters or libraries of sinks are missing."""
+    """Raise JobError if a model folder, file, Python interpreter or library of a sink is missing."""
     config, places = loaded.config, loaded.places
     _refuse_no_model(config.model, config.fixed_policies, places)
     interactions = config.multi_turn.interaction_config_path
@@ -34,7 +34,7 @@ def refuse_missing_parts(loaded: LoadedJob) -> None:
     files += [("multi_turn.interaction_config_path", interactions)] if interactions is not None else []
     for name in TASK_APP_SETTINGS:
         file = getattr(config.services, name)
-        # A Python may be a command of PATH.
+        # A Python interpreter may be a command on PATH.
         if isinstance(file, Path) and not (name.endswith("_python") and shutil.which(file)):
             files.append((f"services.{name}", file))
     for key, file in files:
@@ -70,6 +70,6 @@ def _refuse_empty(folder: Path, key: str, places: Places, *, guess_name: bool = 
         named = f". Did you mean model.name = {folder.as_posix()!r}?" if is_name else ""
         meant = suggest_path(folder, Path.is_dir) or named
         raise JobError(f"{place}: {key} is {str(folder)!r}, which is no folder{meant}")
-    # A checkpoint of adapters alone has a base.json in place of a config.json.
+    # A checkpoint that contains only adapters has a base.json in place of a config.json.
     if not any((folder / name).is_file() for name in ("config.json", "base.json")):
         raise JobError(f"{place}: {key} is {str(folder)!r}, which holds no model: config.json is missing")

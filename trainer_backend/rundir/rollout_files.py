@@ -1,7 +1,7 @@
-"""Rollouts as Parquet: one row per episode, readable by pandas, DuckDB and `datasets`.
+"""Stores rollouts as Parquet: one row per rollout, readable by pandas, DuckDB and `datasets`.
 
-The flat columns and `decisions` are for people and queries. `rollout` has the whole record as JSON, so that
-segments, rewards and advantages can be recomputed exactly (`read_rollouts`).
+The flat columns and `decisions` are for people and queries. The column `rollout` contains the rollout as
+JSON, from which segments, rewards and advantages can be recomputed exactly (`read_rollouts`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ _SCHEMA = pa.schema([
     ("failure_code", _TEXT), ("value_after", _FLOAT), ("estimator", _TEXT),
     ("decisions", pa.list_(_DECISION)), ("rollout", _TEXT),
 ])  # fmt: skip
-# Rollouts per row group. A page reads a whole group to show one rollout; each group costs 4 ms to write.
+# Rollouts per row group. To show one rollout, a page reads a whole group; each group takes 4 ms to write.
 _AT_ONCE = 256
 # Split of the data set -> prefix of its files.
 _SPLITS = {"train": "iteration", "test": "evaluation"}
@@ -52,15 +52,15 @@ _CARD_TEXT = """
 Rollouts of a Turnwise run, a row an episode: `train` is what the policy was trained on, `test` the held-out
 episodes of its evaluations. `warmup.parquet`, where there is one, holds the teacher's episodes.
 """
-# A snapshot is eight incompressible kilobytes. The record's world and actions reproduce it.
+# A snapshot takes 8 kB that do not compress. It can be reproduced from the rollout's world and actions.
 _WITHOUT_SNAPSHOTS: Any = {"trajectory": {"steps": {"__all__": {"snapshot": True}}}}
-# Only the update needs the experts that each token was routed to, which are much larger than the tokens.
+# The experts that each token was routed to take much more space than the tokens. Only the update needs them.
 _UNTRAINED: Any = {"trajectory": {"steps": {"__all__": {"snapshot": True, "policy_logprobs": {"experts"}}}}}
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """The credit of one episode in training, decision by decision; each list is [T].
+    """The credit that training assigned to the decisions of one episode; each list is [T].
 
     rewards_T: r_t.
     advantages_T: the advantages of the update; if they differ by token, the decision's means.
@@ -68,10 +68,10 @@ class Credit:
         its first token, if targets are by token); empty if not computed.
     estimator: `algorithm.advantage`.
     parts: the terms of the advantages, by the names of `core.advantages.derivation.PARTS`.
-    state_keys_T: the states that were compared; empty without a comparison.
+    state_keys_T: keys of the states, if the estimator compared decisions by state; otherwise empty.
     branch_returns_T: the returns of the branches that start before each decision; empty without branches.
-    token_advantages, token_values: values by sampled token, where the estimator distinguishes tokens.
-    value_after: V of the state after the last decision, where it was used as a bootstrap.
+    token_advantages, token_values: advantage and value of each sampled token, if they differ by token.
+    value_after: V of the state after the last decision, if it was used as a bootstrap.
     """
 
     rewards_T: Sequence[float]
@@ -106,9 +106,9 @@ def write_rollouts(
     credits: Sequence[Credit] | None = None,
     scored: Mapping[str, ScoredTokens] = MappingProxyType({}),
 ) -> None:
-    """Write all rollouts of a stage, also failed ones, and flush them, since task apps then forget them.
+    """Write all rollouts of a stage, failed ones included, and flush them, since task apps then delete them.
 
-    `scored` has, by rollout id, the log-probs of tokens under the policy and the reference policy.
+    `scored` contains, by rollout id, the log-probs of tokens under the policy and the reference policy.
     """
     rows = [
         _row(rollout, credits[index] if credits is not None and index < len(credits) else None)
@@ -127,9 +127,9 @@ def write_rollouts(
 
 
 def _write_card(folder: Path) -> None:
-    """Write the card that tells `datasets.load_dataset` which files belong to which split.
+    """Write the README.md that tells `datasets.load_dataset` which files belong to which split.
 
-    Without a card, `load_dataset` loads only the evaluation's files, as split test. It refuses a card that
+    Without it, `load_dataset` loads only the evaluation's files, as split test. It refuses a README.md that
     names a split without files.
     """
     splits = [
@@ -150,7 +150,7 @@ def _read_errors(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise
-    # ValueError is pydantic's, too.
+    # ValueError includes the errors of pydantic.
     except (pa.ArrowException, OSError, LookupError, ValueError, TypeError) as error:
         message = (str(error) or type(error).__name__).splitlines()[0]
         raise RunDirectoryError(f"{path} cannot be read: {message}") from error
@@ -163,7 +163,7 @@ def _read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
 
 
 def _read_row(path: Path, rollout_id: str, columns: Sequence[str]) -> pa.Table:
-    """Read these columns of one rollout as a table of one row; raise LookupError if it is not there."""
+    """Read these columns of one rollout as a table of one row. Raise LookupError if the file lacks it."""
     with pq.ParquetFile(path) as file:
         for group in range(file.num_row_groups):
             ids = file.read_row_group(group, columns=["rollout_id"]).column("rollout_id").to_pylist()
@@ -174,7 +174,7 @@ def _read_row(path: Path, rollout_id: str, columns: Sequence[str]) -> pa.Table:
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read the rollouts of a file as they were collected, without the snapshots of branches.
+    """Read the rollouts of a file as they were collected, but without the snapshots taken before decisions.
 
     Rollouts without credit, such as an evaluation's, also lack the experts that their tokens were routed to.
     """
@@ -190,14 +190,14 @@ def read_rollout(path: Path, rollout_id: str) -> Rollout:
 
 
 def rollout_ids(path: Path) -> list[str]:
-    """Return the ids of all rollouts of a file, also failed ones."""
+    """Return the ids of all rollouts of a file, failed ones included."""
     with _read_errors(path):
         ids: list[str] = _read_columns(path, ["rollout_id"]).column("rollout_id").to_pylist()
         return ids
 
 
 def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
-    """Return the columns of each decision of a rollout, and its `estimator`; empty for a failed rollout."""
+    """Return the columns of each decision of a rollout, and `estimator` in each; empty if it failed."""
     with _read_errors(path):
         columns = [name for name in ("decisions", "estimator") if name in pq.read_schema(path).names]
         table = _read_row(path, rollout_id, columns)
@@ -216,7 +216,7 @@ def read_values(path: Path) -> dict[str, OfEpisode]:
 
 
 def read_values_after(path: Path) -> dict[str, float] | None:
-    """Read the critic's value where a limit cut an episode, by rollout id; None without any."""
+    """Read V of the states in which a limit cut an episode, by rollout id; None if none is stored."""
     with _read_errors(path):
         if "value_after" not in pq.read_schema(path).names:
             return None  # written by an earlier version
@@ -225,7 +225,7 @@ def read_values_after(path: Path) -> dict[str, float] | None:
 
 
 def _decisions_with(path: Path, column: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield id and decisions of each finished rollout with `column` in all decisions; old files lack it."""
+    """Yield id and decisions of each finished rollout whose decisions all have a value in `column`."""
     with _read_errors(path):
         there = {child.name for child in pq.read_schema(path).field("decisions").type.value_type}
     for row in finished_rows(path, ["rollout_id", "decisions"]) if column in there else ():
@@ -234,7 +234,10 @@ def _decisions_with(path: Path, column: str) -> Iterator[tuple[str, list[dict[st
 
 
 def read_token_scores(path: Path) -> dict[str, ScoredTokens]:
-    """Read by rollout id the tokens' log-probs under policy and reference policy, where they are stored."""
+    """Read the log-probs of tokens under the policy and the reference policy, by rollout id.
+
+    Rollouts whose log-probs were not stored are absent.
+    """
     return {
         name: ScoredTokens(
             [decision["token_logprobs"] for decision in decisions],
@@ -245,7 +248,7 @@ def read_token_scores(path: Path) -> dict[str, ScoredTokens]:
 
 
 def finished_rows(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
-    """Return these columns of each finished episode."""
+    """Return these columns, and `status`, of each finished rollout."""
     with _read_errors(path):
         table = _read_columns(path, [*columns, "status"])
         return [row for row in table.to_pylist() if row["status"] == "finished"]

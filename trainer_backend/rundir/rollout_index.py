@@ -1,4 +1,4 @@
-"""Reads columns of stored rollouts, and of their decisions' credit, without records and tokens."""
+"""Reads only the small columns of stored rollouts and of their decisions, which is fast."""
 
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -33,18 +33,18 @@ _STAGES = {"iteration": "train"}
 class RolloutFile:
     path: Path
     name: str
-    """Relative to the run directory, such as rollouts/iteration_3.parquet."""
+    """Path relative to the run directory, such as rollouts/iteration_3.parquet."""
     stage: str
     """One of train, branches, evaluation, warmup and prompts."""
     iteration: int
     """0 for a stage without iterations."""
     size: int
     modified_ns: int
-    """Nanoseconds since 1970; a change of this or of the size shows a rewrite."""
+    """When the file was last written, in nanoseconds since 1970. This or `size` changes with a rewrite."""
 
 
 def rollout_files(run: Path) -> list[RolloutFile]:
-    """List the files of a run's rollouts by iteration; empty if the folder is gone."""
+    """List the files of a run's rollouts, sorted by iteration; empty if the folder is gone."""
     files = []
     for path in (run / "rollouts").glob("*.parquet"):
         match = _NAME.fullmatch(path.stem)
@@ -63,7 +63,7 @@ def rollout_files(run: Path) -> list[RolloutFile]:
 def read_index(path: Path) -> list[dict[str, Any]]:
     """Read the flat columns of each rollout, and `reward`, the sum of its decisions' rewards.
 
-    `reward` is None without decisions, or if a decision has no reward.
+    `reward` is None if there are no decisions, or if a decision has no reward.
     """
     with _opened(path) as file:
         table = file.read(columns=[*_ROLLOUT, _REWARD], use_threads=False)
@@ -78,9 +78,10 @@ def read_index(path: Path) -> list[dict[str, Any]]:
 
 
 def read_credits(path: Path, places: Collection[int] | None = None) -> list[list[dict[str, Any]]]:
-    """Read the credit of each decision, by rollout. `places`: rows of the file; None: all rollouts.
+    """Return, for each rollout, the credit of its decisions.
 
-    Only row groups with these places are read.
+    Args:
+        places: numbers of the file's rows to read, which are returned in ascending order; None: all rows.
     """
     with _opened(path) as file:
         names = [file.schema.column(number).path for number in range(len(file.schema))]
@@ -97,7 +98,7 @@ def read_credits(path: Path, places: Collection[int] | None = None) -> list[list
 def _row_groups(
     file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str]
 ) -> Iterator[tuple[pa.Table, list[int]]]:
-    """Yield each row group that has some of these rows (`places`, ascending), and their numbers in it."""
+    """Yield each row group that contains some rows `places` of the file, and these rows' numbers in it."""
     begin = 0
     for group in range(file.num_row_groups):
         end = begin + file.metadata.row_group(group).num_rows
@@ -109,7 +110,7 @@ def _row_groups(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    """Open a file of rollouts; raise RunDirectoryError if it is damaged or holds something else."""
+    """Open a file of rollouts. Raise RunDirectoryError if it is damaged or contains something else."""
     try:
         with pq.ParquetFile(path) as file:
             if not any(file.schema.column(i).path == _TURN for i in range(len(file.schema))):

@@ -1,10 +1,10 @@
-"""The spool: finished rollouts of a stage on disk, before the task app forgets them.
+"""The spool: a file to which a stage's finished rollouts are appended, so that they survive a kill.
 
-    rollouts/iteration_n.spool.jsonl     a header, then one rollout per line; then the same for a changed plan
+    rollouts/iteration_n.spool.jsonl     a header, then one rollout per line; again for each changed plan
 
-The header identifies the requests and the weights. After a kill, the next start reuses rollouts whose
-requests and weights are its own. Other rollouts stay in the spool for a later start that has their requests.
-Failed rollouts are not in the spool; they are requested again.
+The header identifies the requests and the weights. After a kill, the next start reuses the rollouts whose
+requests and weights equal its own. The others stay in the spool for a later start with the same requests.
+Failed rollouts are not stored, so they are requested again.
 """
 
 import json
@@ -39,13 +39,14 @@ class Part(NamedTuple):
 
     header: Mapping[str, Any]
     """`requests` (digests of the stage's first requests by plan id) and `policy_version`. Spools of an
-    earlier version have `plan`, one digest of all these requests."""
+    earlier version have `plan` instead of `requests`: one digest of all these requests."""
     rollouts: list[Rollout]
 
     def answers(self, header: Mapping[str, Any]) -> list[Rollout]:
-        """Return the rollouts that answer requests of another header's plan.
+        """Return the rollouts of this part that answer the requests listed in another header.
 
-        A stage's later requests follow from its first ones. If all first ones are equal, all rollouts fit.
+        A header lists a stage's first requests, from which the later ones follow. So if all first requests
+        are equal, all rollouts are returned.
         """
         mine, asked = self.header.get("requests"), header["requests"]
         if mine == asked:
@@ -55,7 +56,7 @@ class Part(NamedTuple):
 
 
 class Spool:
-    """The finished rollouts of one stage. Create it with `Spool.open`."""
+    """Stores the finished rollouts of one stage. Create it with `Spool.open`."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class Spool:
         is_begun: bool = False,
     ) -> None:
         self.path, self._header, self._rollouts = path, header, rollouts
-        self._is_begun = is_begun  # whether the last header of the file is ours
+        self._is_begun = is_begun  # whether the file's last header is `header`
         self._held: list[Rollout] | None = None
 
     @classmethod
@@ -103,9 +104,10 @@ class Spool:
         return cls(path, last if is_begun else header, by_plan, is_begun=is_begun)
 
     def rollouts_for(self, requests: Iterable[RolloutRequest]) -> dict[str, Rollout]:
-        """Return by request id the rollouts of an earlier start that answer these requests, with the new ids.
+        """Return the rollouts of earlier starts that answer these requests, by request id.
 
-        Task apps logged the rollouts under the earlier ids, which differ only in the run's id.
+        The rollouts get the ids of the requests. Logs of task apps show the earlier ids, which differ only in
+        the run's id.
         """
         pairs = ((request, self._rollouts.get(plan_id(request.rollout_id))) for request in requests)
         return {request.rollout_id: _replace_ids(old, request) for request, old in pairs if old is not None}
@@ -124,11 +126,17 @@ class Spool:
         append_text(self.path, _dump_rollout(rollout), durable=False)
 
     def hold(self) -> None:
-        """Keep new rollouts in memory: on disk they are useless until a checkpoint has the weights."""
+        """Keep new rollouts in memory until `release` is called.
+
+        On disk they would be useless until there is a checkpoint of the weights that sampled them.
+        """
         self._held = []
 
     def release(self) -> None:
-        """Write the held rollouts, and from now on each one at once. After an error the rest stays held."""
+        """Write the rollouts kept in memory, and from now on write each new one at once.
+
+        If a write fails, the rollouts that are not yet written stay in memory.
+        """
         while self._held:
             self._append(self._held[0])
             del self._held[0]
@@ -147,7 +155,7 @@ class Spool:
             replace_text(self.path, _dump_parts(rest), durable=True)
 
     def flush(self) -> None:
-        """Flush the spool to disk before a later file that relies on it."""
+        """Flush the spool to disk. Call it before writing a file that relies on it."""
         if self.path.exists():
             with write_errors(self.path):
                 flush(self.path)
@@ -160,7 +168,7 @@ class Spool:
 
 
 def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: Sequence[str]) -> list[Part]:
-    """Read a spool. If an earlier version wrote it for these requests, list the requests in its header."""
+    """Read a spool. If an earlier version wrote it for these requests, first convert its header."""
     parts = _read_parts(path)
     before = parts[0].header if parts else {}  # an earlier version wrote one header, at the top
     if "plan" in before and before["plan"] == plan_digest(requests, gateway_urls):
@@ -172,7 +180,7 @@ def name_requests(path: Path, requests: Sequence[RolloutRequest], gateway_urls: 
 
 
 def find_missing(parts: Iterable[Part], rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """Return the finished rollouts that are in no part of a spool."""
+    """Return those of the rollouts that have finished and are in no part of a spool."""
     held: dict[str, list[Trajectory | None]] = {}
     for part in parts:
         for one in part.rollouts:
@@ -190,13 +198,13 @@ def add_stored(path: Path, requests: Sequence[RolloutRequest], rollouts: Iterabl
 
 
 def append_rejected(path: Path, rollout: Rollout, why: str) -> None:
-    """Keep a rollout that cannot be learned from, with the reason, for users to read."""
-    # Pydantic writes null for the NaN that may be the reason, and json would refuse it.
+    """Append a rollout that training cannot use, and the reason, to a file for users to read."""
+    # A NaN may be the reason. Pydantic writes it as null; `append_line` would refuse it.
     append_text(path, f'{{"why": {json.dumps(why)}, "rollout": {_dump_rollout(rollout)}}}', durable=True)
 
 
 def plan_digest(requests: Iterable[RolloutRequest], gateway_urls: Sequence[str]) -> str:
-    """Return one digest of all requests, equal in every start and at any gateway. Pure."""
+    """Return one digest of all requests, which is the same in every start and at any gateway. Pure."""
     digest = blake2b(digest_size=16)
     for request in requests:
         wire = request.model_dump(mode="json", exclude={"run_id": True, "policy": {"inference_key"}})
@@ -215,11 +223,14 @@ def request_digests(requests: Iterable[RolloutRequest], gateway_urls: Sequence[s
 def tidy_spools(
     folder: Path, iteration: int, tell: Callable[[str], None], *, policy_version: int | None = None
 ) -> None:
-    """Remove spools that a run cannot use when it continues from the end of an iteration.
+    """Delete or rename spools that a run cannot use when it continues after `iteration`; -1: it starts over.
 
-    The spools of the iteration's evaluation and of the next iteration stay: they match the checkpoint's
-    weights. Spools of later iterations are set aside. With `policy_version`, the checkpoint's version, the
-    two lose the rollouts that later versions sampled. With iteration -1 the run starts over.
+    The spools of this iteration's evaluation and of the next iteration stay, because their rollouts match the
+    checkpoint's weights. Earlier spools are deleted, and later ones renamed.
+
+    Args:
+        policy_version: the version of the checkpoint's weights. If it is given, spools of all later training
+            iterations stay, and the spools that stay lose the rollouts that later versions sampled.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
         stage, number = read_stage(path)
@@ -239,13 +250,13 @@ def tidy_spools(
 
 
 def read_stage(path: Path) -> tuple[str, int]:
-    """Read the stage and the iteration from the name of a spool's file; -1: the name has no iteration."""
+    """Return stage and iteration from the name of a spool's file; `("", -1)` for a stage before RL."""
     stage, _, digits = path.name.removesuffix(SPOOL_ENDING).rpartition("_")
     return stage, int(digits) if digits.isdecimal() else -1
 
 
 def set_aside(path: Path, tell: Callable[[str], None], *, why: str) -> None:
-    """Rename a spool that cannot be used."""
+    """Rename a spool that cannot be used, and report it."""
     count = _count(_read_parts(path))
     tell(_left(count, path, rename_aside(path), why))
 
@@ -259,11 +270,11 @@ def rename_aside(path: Path) -> Path:
 
 
 def copy_others_aside(path: Path, used: Sequence[Trajectory], tell: Callable[[str], None]) -> None:
-    """Copy the rollouts of a spool that were not used to another file, before the spool is deleted."""
+    """Copy the spool's rollouts that are not in `used` to another file, before the spool is deleted."""
     parts = _read_parts(path)
     if _count(parts) <= len(used):
         return  # all of them are used
-    # Comparing all pairs of thousands takes hours.
+    # Compared as a set of texts, because comparing all pairs of thousands takes hours.
     texts = {trajectory.model_dump_json() for trajectory in used}
     rest = _filter(parts, lambda one: one.trajectory is None or one.trajectory.model_dump_json() not in texts)
     if _count(rest):
@@ -277,7 +288,7 @@ def _copy_aside(path: Path, parts: Sequence[Part], tell: Callable[[str], None], 
 
 
 def _name_aside(path: Path) -> Path:
-    """Return a free name for an unusable file: iteration_1.unused-1.jsonl, warmup.parquet.unused-1."""
+    """Return an unused path for an unusable file, such as iteration_1.unused-1.jsonl."""
     stem, is_spool, _ = path.name.partition(SPOOL_ENDING)
     number, ending = 1, ".jsonl" if is_spool else ""
     while (aside := path.with_name(f"{stem}.unused-{number}{ending}")).exists():
@@ -306,7 +317,7 @@ def _replace_ids(rollout: Rollout, request: RolloutRequest) -> Rollout:
 
 
 def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -> None:
-    """Remove rollouts of policy versions above `newest`, since other weights will get these numbers."""
+    """Move rollouts of versions above `newest` to another file, since new weights will get these versions."""
     parts = _read_parts(path)
     rest = _filter(parts, lambda one: _newest_version(one) > newest)
     if _count(rest):
@@ -341,7 +352,7 @@ def _newest_version(rollout: Rollout) -> int:
 
 
 def _read_parts(path: Path) -> list[Part]:
-    """Read a spool, and skip unreadable lines, whose rollouts are requested again."""
+    """Read a spool. Skip unreadable lines; their rollouts are requested again."""
     parts: list[Part] = []
     for line in read_texts(path):
         try:
@@ -374,7 +385,7 @@ class LedgerEntry:
 
 
 def append_to_ledger(folder: Path, entry: LedgerEntry) -> None:
-    """Append an entry to the ledger and flush it; refuse a rollout that the ledger already has.
+    """Append an entry to the ledger and flush it. Raise RunDirectoryError if an id is there already.
 
     This reads every line: 3 ms per hundred lines of 64 rollouts each.
     """
@@ -391,7 +402,7 @@ def append_to_ledger(folder: Path, entry: LedgerEntry) -> None:
 
 
 def plan_id(rollout_id: str) -> str:
-    """Return a rollout's id without start and attempt: `run.1/train/3/0/1:1` is train/3/0/1. Pure."""
+    """Return a rollout's id without run id and attempt: `run.1/train/3/0/1:1` gives `train/3/0/1`. Pure."""
     start, slash, path = rollout_id.partition("/")
     return (path if slash else start).partition(":")[0]
 
@@ -403,7 +414,7 @@ def duplicate_error(plan: str, first: int, second: int) -> RunDirectoryError:
 
 
 def read_ledger(folder: Path) -> list[LedgerEntry]:
-    """Read all entries, oldest first; a run of an earlier version has none."""
+    """Read all entries of the ledger, oldest first; empty if an earlier version wrote the run."""
     return list(_lines(folder / LEDGER_FILE))
 
 
@@ -414,7 +425,7 @@ def find_in_ledger(folder: Path, rollout_id: str) -> int | None:
             lines = file.read()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    # Most lines are not parsed: a ledger has a hundred thousand ids.
+    # Only one line is parsed, because a ledger may list a hundred thousand ids.
     at = lines.find(json.dumps(rollout_id).encode())
     if at < 0:
         return None
@@ -423,7 +434,7 @@ def find_in_ledger(folder: Path, rollout_id: str) -> int | None:
 
 
 def cut_ledger(folder: Path, iteration: int) -> None:
-    """Drop the entries of iterations that a resumed run repeats, since their weights are gone."""
+    """Remove the entries of later iterations from the ledger, because a resumed run repeats them."""
     lines = read_ledger(folder)
     rest = [asdict(line) for line in lines if line.iteration <= iteration]
     if len(rest) < len(lines):

@@ -35,13 +35,13 @@ class ProcessRecord:
     name: str
     """Unique among processes with the same role."""
     host: str
-    """The host, if the name does not tell it."""
+    """The host of the process; empty if `name` contains it."""
     state: str
     """One word, such as `starting`, `stale`, `serving` or `lost` for a replica."""
     version: int | None
-    """Version of its policy; None: it has none, or the version is unknown."""
+    """Version of the policy that the process serves; None if there is none or it is unknown."""
     word: str
-    """The last message from the process or about it; may be empty."""
+    """The last message from the process or about the process; may be empty."""
     since: str
     """When `state` last changed; UTC, ISO 8601."""
 
@@ -52,7 +52,7 @@ class RunState:
 
     state: StateName
     pid: int
-    """The process that wrote the file."""
+    """Id of the process that wrote the file."""
     iteration: int = 0
     """The last finished iteration; 0 before the first."""
     stage: str = ""
@@ -60,18 +60,18 @@ class RunState:
     done: int = 0
     total: int = 0
     code: str = ""
-    """The code of the error after a failure; otherwise empty, like `detail`."""
+    """After a failure, the code of the error; otherwise empty, like `detail`."""
     detail: str = ""
     since: str = ""
     """When `state` last changed; UTC, ISO 8601."""
     starts: int = 1
     """How often the run was started or resumed, this start included."""
     run_id: str = ""
-    """The id of this start at task apps; before its first request, the id of the previous start, if any."""
+    """Identifies this start at task apps. Before its first request, the id of the previous start, if any."""
     processes: tuple[ProcessRecord, ...] = ()
     """The reported processes of this start, in the order of their first report."""
     notes: tuple[str, ...] = ()
-    """Sentences about avoidable slowness of this start."""
+    """Sentences on what makes this start of the run slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +79,25 @@ class RunStatus:
     """The state of a run as other processes see it."""
 
     state: RunState | None
-    """The last written state; None: a version without state files."""
+    """The last written state; None if state.json is missing or unreadable."""
     holder: Holder | None
     """The process that trains the run now, or None."""
 
     @property
     def interrupted(self) -> bool:
-        """Whether the process ended without a final state: it was killed, or the machine went down."""
+        """Whether the process ended without a final state, because it was killed or the machine went down."""
         return self.holder is None and self.state is not None and self.state.state not in FINAL
 
 
 def read_status(folder: Path) -> RunStatus:
-    current = holder(folder)  # first: a process that ends in between has then written its last state
+    current = holder(folder)  # first: if the process ends now, it has written its last state
     return RunStatus(read_state(folder), current)
 
 
 def read_state(folder: Path) -> RunState | None:
     """Read the last written state; None if it is missing or unreadable."""
     try:
-        stored = {"notes": [], **json.loads((folder / STATE_FILE).read_bytes())}  # older versions wrote none
+        stored = {"notes": [], **json.loads((folder / STATE_FILE).read_bytes())}  # older versions: no notes
         values = {field.name: stored[field.name] for field in fields(RunState)}
         processes = tuple(ProcessRecord(**_encodable(dict(one))) for one in stored["processes"])
         notes = tuple(encodable(str(one)) for one in stored["notes"])
@@ -112,7 +112,7 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_place(state: RunState | None) -> str:
-    """Return the end of a sentence about the stage or iteration where a run broke off; empty if unknown."""
+    """Return the end of a sentence: at which stage or iteration a run broke off; empty if unknown."""
     if state is None or state.state in FINAL:
         return ""
     if state.stage:
@@ -144,13 +144,13 @@ FAULTY = 4
 FULL = 5
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Temporary shortages of the machine or its disk, whichever file was opened.
+# Shortages of the machine that may pass, whichever file was opened.
 _OF_MACHINE = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
 _PASSING = _NO_ROOM | _OF_MACHINE | {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 
 
 def is_final(error: ServiceError) -> bool:
-    """Return whether another start would fail the same way: a user's mistake, or broken weights."""
+    """Return whether another start would fail in the same way, because of a user's mistake or bad weights."""
     cause = error.__cause__
     if isinstance(cause, OSError) and cause.errno in _PASSING:
         return False
@@ -187,7 +187,7 @@ def append_log(folder: Path, text: str) -> None:
 
 
 def read_log(folder: Path, *, last: int | None = None) -> tuple[list[LogLine], int]:
-    """Read the last lines, or all, oldest first, and count the lines before them."""
+    """Return the last `last` lines of run.log (or all), oldest first, and the number of lines before them."""
     texts = read_texts(folder / LOG_FILE)
     shown = texts if last is None else texts[-last:]
     rows = [row for line in shown if (row := parse_object(line)) is not None]

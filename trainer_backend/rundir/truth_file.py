@@ -1,4 +1,4 @@
-"""The file of `turnwise truth`: the setting, then a line for each measured decision."""
+"""The file that `turnwise truth` writes: a line with the settings, then one for each measured decision."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,7 @@ _TRUTH = TypeAdapter(TrueAdvantage)
 
 
 def locate_truth(run: Path) -> Path:
-    """Return the default file of a run."""
+    """Return the default path of a run's file of measured decisions."""
     return run / "truth.jsonl"
 
 
@@ -38,7 +38,7 @@ class TruthSetting(BaseModel):
     """Id of the run that stored the rollouts."""
     iteration: int
     checkpoint: str
-    """The policy that continues: the name of a checkpoint of the run, or a path."""
+    """The policy that plays the continuations: the name of a checkpoint of the run, or a path."""
     digest: str | None = None
     """Digest of the checkpoint's weights; None for a model folder, or in a file of an earlier version."""
     gamma: float
@@ -46,9 +46,9 @@ class TruthSetting(BaseModel):
     continuations: int
     """Pairs of continuations for each decision."""
     horizon: int | None
-    """The most decisions of a continuation; None: to the end of the episode."""
+    """Largest number of decisions in a continuation; None: they play to the end."""
     fresh_draws: bool
-    """Whether the world draws new random numbers for each pair of continuations; if not, all pairs have those
+    """Whether the environment draws new random numbers for each pair of continuations; if not, it draws those
     of the stored episode."""
     seed: int
     rewards: dict[str, Any]
@@ -74,7 +74,7 @@ def select_play(table: RolloutTable) -> dict[str, Any]:
 
 
 class TruthFile:
-    """Measured decisions; `add` stores each one on disk, so a kill loses only unfinished ones."""
+    """Holds measured decisions. `add` writes each to disk at once, so a kill loses only unfinished ones."""
 
     def __init__(self, path: Path, setting: TruthSetting, truths: list[TrueAdvantage]) -> None:
         self.path, self.setting = path, setting
@@ -94,7 +94,7 @@ class TruthFile:
 
     @classmethod
     def open(cls, path: Path, setting: TruthSetting) -> Self:
-        """Open a file to continue it, or a new one, which is written with the first decision.
+        """Open a file to continue it, or prepare a new file, which the first call of `add` creates.
 
         Raises RunDirectoryError if the file was measured with another setting.
         """
@@ -113,7 +113,8 @@ class TruthFile:
         return file
 
     def add(self, truth: TrueAdvantage) -> None:
-        if not self.truths and not type(self).open(self.path, self.setting).truths:  # nor by another command
+        # The file is read again, because another command may have begun it.
+        if not self.truths and not type(self).open(self.path, self.setting).truths:
             with write_errors(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_lines(self.path, [self.setting.model_dump(mode="json")], durable=True)
@@ -122,7 +123,7 @@ class TruthFile:
 
     @classmethod
     def _parse(cls, path: Path) -> Self | None:
-        """Read a file; None if there is no file or no decision in it."""
+        """Read a file; None if it does not exist or contains no decision."""
         if not path.exists():
             return None
         try:

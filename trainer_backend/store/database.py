@@ -25,21 +25,24 @@ from trainer_backend.store.metrics import MetricsFiles
 
 
 class StoreError(TrainerError, code="store_invalid", status=400, title="Store cannot be used"):
-    """The store cannot be used: its address or its version is wrong."""
+    """The store cannot be used: its URL is invalid, or a newer Turnwise has migrated its tables."""
 
 
 class StoreUnavailable(
     StoreError, code="store_unavailable", status=503, title="Store does not answer", retry_after_s=RETRY_S
 ):
-    """The database does not answer, or refuses to write. Runs lose nothing: the next sync catches up."""
+    """The database does not answer, or refuses to write.
+
+    Runs lose no data: they write files, which the next sync indexes.
+    """
 
 
 class UnknownJob(StoreError, code="job_unknown", status=404, title="Unknown job"):
-    """No job has that id."""
+    """No job has the requested id."""
 
 
 class UnknownRollout(StoreError, code="rollout_unknown", status=404, title="Unknown rollout"):
-    """No rollout has that id."""
+    """No rollout has the requested id."""
 
 
 class UnknownCursor(ApiError):
@@ -52,7 +55,7 @@ class UnknownCursor(ApiError):
 class IdempotencyConflict(
     StoreError, code="idempotency_conflict", status=409, title="Idempotency key was used for another job"
 ):
-    """An idempotency key was used again with another body."""
+    """An idempotency key was used again, with a different request body."""
 
 
 class JobConflict(StoreError, code="job_conflict", status=409, title="The job's state does not allow it"):
@@ -60,12 +63,12 @@ class JobConflict(StoreError, code="job_conflict", status=409, title="The job's 
 
 
 class JobChanged(JobConflict, code="job_changed", title="The job was changed meanwhile"):
-    """The job has changed since it was read. Read it again."""
+    """The job has changed since the caller read it. The caller must read the job again."""
 
 
 _BUSY_S = 15.0  # how long a SQLite writer waits for another writer
-_CONNECT_S = 5  # PostgreSQL: an address that swallows packets must not hold a start for minutes
-_STATEMENT_S = 60  # no statement waits for ever, not even for a lock
+_CONNECT_S = 5  # PostgreSQL: an address that drops packets must not delay the start for minutes
+_STATEMENT_S = 60  # maximum duration of a PostgreSQL statement, including its wait for locks
 # These settings detect a dead server in half a minute. With the system's defaults it takes a quarter of an
 # hour after a send, and two hours while listening.
 _PEER = {
@@ -76,7 +79,7 @@ _PEER = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,  # milliseconds
 }
-# So a transaction that reads sees one state of the database, as it does in SQLite by default.
+# All queries of a read transaction then see the same state of the database, as in SQLite by default.
 _ONE_STATE = {"postgresql": {"isolation_level": "REPEATABLE READ"}}
 
 
@@ -86,7 +89,10 @@ def utc_now() -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """An open store. Threads may share it; each call is a transaction of its own."""
+    """An open database of jobs and runs.
+
+    Threads may share a store: each call of `read` or `write` opens a transaction of its own.
+    """
 
     engine: Engine
     shown: str  # the address without its password, for messages
@@ -94,21 +100,22 @@ class Store:
     metrics: MetricsFiles = field(default_factory=MetricsFiles, compare=False)
 
     def read(self) -> AbstractContextManager[Connection]:
-        """Open a transaction that reads one state of the store."""
+        """Open a read transaction, whose queries all see the same state of the database."""
         return self._transaction(**_ONE_STATE.get(self.engine.dialect.name, {}))
 
     def write(self) -> AbstractContextManager[Connection]:
-        """Open a transaction that is committed whole or not at all.
+        """Open a write transaction: either all of its changes are committed, or none.
 
-        In SQLite the transaction takes the only write lock at its beginning. If it asked for the lock after a
-        read, SQLite would refuse at once, whatever the waiting time.
+        In SQLite the transaction acquires the database's single write lock when it begins. If it requested
+        the lock only after a read, SQLite could refuse at once instead of waiting.
         """
         return self._transaction(writes=True)
 
     def migration(self) -> AbstractContextManager[Connection]:
-        """Open a write transaction for `migrate`, without foreign keys in SQLite.
+        """Open a write transaction for `migrate`. In SQLite it does not enforce foreign keys.
 
-        With foreign keys, copying a table in order to change it would delete every row that refers to it.
+        A migration changes a SQLite table by copying it and dropping the original. With foreign keys, the
+        drop would delete every row that refers to the table.
         """
         return self._transaction(writes=True, migrates=True)
 
@@ -133,7 +140,7 @@ class Store:
 def open_store(url: str, *, clock: Callable[[], datetime] = utc_now) -> Store:
     """Open and migrate sqlite:///FILE (created if missing) or postgresql://USER:PASSWORD@HOST/DATABASE."""
     address = _address(url)
-    # Neither the password nor the query, which may hold one too.
+    # Without the password, and without the query of the URL, which may contain a password too.
     shown = address.set(drivername=address.drivername.partition("+")[0], query={})
     store = Store(_engine(address), shown.render_as_string(hide_password=True), clock)
     try:
@@ -175,7 +182,8 @@ def _engine(address: URL) -> Engine:
     file = Path(str(address.database))
     try:
         file.parent.mkdir(0o700, parents=True, exist_ok=True)
-        # Created here, since SQLite would make it readable for everybody. Its other files copy this mode.
+        # Created here, since SQLite would make the file readable by everyone. SQLite gives its other files
+        # (log and shared memory) the same mode.
         os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
         raise StoreUnavailable(f"{file} cannot be made for the store: {error}") from error
@@ -191,7 +199,7 @@ def _prepare_postgresql(connection: Any, _record: Any) -> None:
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
-    connection.isolation_level = None  # `_begin_sqlite` begins transactions, not the driver
+    connection.isolation_level = None  # not the driver but `_begin_sqlite` begins transactions
     connection.execute("PRAGMA foreign_keys = ON").close()
     _use_write_ahead_log(connection)
     connection.execute("PRAGMA synchronous = NORMAL").close()
@@ -200,8 +208,8 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: Any) -> None:
 def _use_write_ahead_log(connection: sqlite3.Connection) -> None:
     """Switch the file permanently to write-ahead logging.
 
-    SQLite refuses the switch at once while another connection reads or writes. BEGIN IMMEDIATE waits for that
-    connection, up to `_BUSY_S`; then the switch is tried again.
+    While another connection reads or writes, SQLite refuses the switch at once. `BEGIN IMMEDIATE` waits up
+    to `_BUSY_S` seconds for the other connection; after that the switch is tried again.
     """
     until = time.monotonic() + _BUSY_S
     while True:
@@ -236,24 +244,26 @@ _FOLDER = Path(__file__).parent / "migrations"
 # An arbitrary number: services that start together on one PostgreSQL take this lock and migrate in turn.
 _LOCK_KEY = 7_421_986
 _LOCK_S, _LOCK_TIMEOUT = 60.0, "55P03"  # PostgreSQL's lock_not_available
-# Alembic keeps the current migration in a global variable, so a process runs one at a time.
+# Alembic keeps the current migration in a global variable, so a process runs one migration at a time.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def migrate(connection: Connection, shown: str, revision: str = "head", *, lock_s: float = _LOCK_S) -> None:
-    """Migrate the tables, up or down, in the transaction of a `Store.migration`: wholly or not at all.
+    """Upgrade or downgrade the tables to `revision`. If a step fails, the transaction undoes all steps.
 
     Args:
+        connection: the transaction of `Store.migration`.
+        shown: the store's address for error messages.
         revision: a version of migrations/versions, "head", or "base" (no tables).
-        lock_s: PostgreSQL: how long to wait for other users of the tables.
+        lock_s: in PostgreSQL, how many seconds to wait for other connections that use the tables.
     """
     with _ONE_AT_A_TIME, _lock_errors(shown, lock_s):
         if connection.dialect.name == "postgresql":
-            connection.execute(text("SET LOCAL statement_timeout = 0"))  # a large database takes its time
+            connection.execute(text("SET LOCAL statement_timeout = 0"))  # a large database takes long
             connection.execute(text(f"SET LOCAL lock_timeout = {round(1000 * lock_s)}"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
         else:
-            # With foreign keys, copying a table would delete the rows that refer to it.
+            # With foreign keys, replacing a table would delete the rows that refer to it.
             assert not connection.scalar(text("PRAGMA foreign_keys")), "not from Store.migration"
         config = Config()
         config.set_main_option("script_location", str(_FOLDER).replace("%", "%%"))

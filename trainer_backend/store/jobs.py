@@ -26,7 +26,7 @@ _NOT_GIVEN = {"number", "progress"}
 
 
 class Changes(TypedDict, total=False):
-    """The fields that a transition changes. Absent fields keep their values."""
+    """The fields of a job that `transition` changes. Absent fields keep their values."""
 
     state: JobState
     wanted: Wanted
@@ -41,13 +41,20 @@ class Changes(TypedDict, total=False):
 
 
 def job_of_request(store: Store, home: str, key: str, body_hash: str) -> Job | None:
-    """Return the job that an earlier request with this key created, or None."""
+    """Return the job that an earlier request with this idempotency key created, or None.
+
+    Raises IdempotencyConflict if the earlier request had a different body.
+    """
     with store.read() as connection:
         return _of_key(connection, home, key, body_hash)
 
 
 def create(store: Store, new: Job) -> tuple[Job, bool]:
-    """Return the job, and whether this call created it (False: an earlier identical request did)."""
+    """Store a new job; return it, and True.
+
+    If an earlier request with the same idempotency key and body created a job, return that job, and False.
+    Raises IdempotencyConflict if the bodies differ, and JobConflict if another job has the run directory.
+    """
     job_id = uuid4().hex
     given = {"id": job_id, "created": store.clock(), **named_in(new.config)}
     values = new.model_copy(update=given).model_dump(exclude=_NOT_GIVEN)
@@ -57,7 +64,7 @@ def create(store: Store, new: Job) -> tuple[Job, bool]:
                 return earlier, False
             connection.execute(insert(JOBS).values(values))
             return _one(connection, job_id), True
-    except IntegrityError as error:  # another job has the directory, or a concurrent request won the key
+    except IntegrityError as error:  # another job has the run directory, or a concurrent request used the key
         with store.read() as connection:
             earlier = _of_key(connection, new.home, new.idempotency_key, new.body_hash)
         if earlier is not None:
@@ -94,9 +101,9 @@ def find(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[Job]:
-    """Return a page of at most `limit` jobs, newest first: the one after the previous page's `cursor`.
+    """Return a page of at most `limit` jobs, newest first; `cursor` is that of the previous page.
 
-    A filter (`states`, `home`, `origin`, `ended_since`) that is empty or None lets all jobs through.
+    A filter (`states`, `home`, `origin`, `ended_since`) that is empty or None excludes no job.
     """
     query = select(JOBS).order_by(JOBS.c.number.desc()).limit(limit + 1)
     if allowed := tuple(states):
@@ -115,25 +122,27 @@ def find(
 
 
 def counts(store: Store, home: str) -> dict[str, int]:
-    """Count the jobs of a service by state. States without jobs are absent."""
+    """Return the number of jobs of the service `home` by state. States without jobs are absent."""
     query = select(JOBS.c.state, func.count()).where(JOBS.c.home == home).group_by(JOBS.c.state)
     with store.read() as connection:
         return {state: count for state, count in connection.execute(query)}
 
 
 def read_cursor(cursor: str) -> int:
-    """Read the job number in a cursor."""
+    """Return the job number that a page's cursor contains."""
     if not cursor.isdecimal() or len(cursor) > 18 or not fits(int(cursor)):
         raise UnknownCursor(cursor)
     return int(cursor)
 
 
 def transition(store: Store, job: Job, **changes: Unpack[Changes]) -> Job:
-    """Change a job unless it has changed since `job` was read (compare-and-set on its version).
+    """Change a job and return it, unless it has changed since `job` was read.
+
+    This is a compare-and-set on the job's `version`.
 
     Raises:
         JobChanged: the job has changed; read it again and decide again.
-        JobConflict: the new state cannot follow the current one (`_AFTER`).
+        JobConflict: `_AFTER` does not allow the new state after the current one.
         UnknownJob: the job was deleted.
     """
     with store.write() as connection:
@@ -155,9 +164,9 @@ def _compare_and_set(connection: Connection, job: Job, changes: Changes) -> Job:
 
 
 def change(store: Store, job_id: str, decide: Callable[[Job], Changes | None]) -> Job:
-    """Read a job, decide, and change it in one transaction; return the job afterwards.
+    """Read a job and apply the changes that `decide` returns, in one transaction; return the changed job.
 
-    `decide` returns the changes for the current job, or None for no change. If it raises, nothing changes.
+    `decide` receives the current job. If it returns None or raises, the job stays as it is.
     """
     with store.write() as connection:
         job = _one(connection, job_id, lock=True)
@@ -166,7 +175,7 @@ def change(store: Store, job_id: str, decide: Callable[[Job], Changes | None]) -
 
 
 def claim(store: Store, home: str) -> Job | None:
-    """Set the oldest queued job of a service to running and return it; None: no job waits."""
+    """Set the oldest queued job of the service `home` to running; return it, or None if none is queued."""
     oldest = (
         select(JOBS).where(JOBS.c.state == "queued", JOBS.c.home == home).order_by(JOBS.c.number).limit(1)
     )
@@ -185,7 +194,10 @@ def claim(store: Store, home: str) -> Job | None:
 
 
 def remove(store: Store, job_id: str) -> Job:
-    """Delete an ended or paused job and its index from the store; return the job. Its files stay."""
+    """Delete an ended or paused job, and the index of its run, from the store; return the job.
+
+    The run directory stays.
+    """
     job = get(store, job_id)
     refuse_unended(job)
     with store.write() as connection:
@@ -227,7 +239,10 @@ _GONE = "its process was killed, or had no room on its disk to write why it ende
 
 
 def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
-    """Return state, code and detail of a run that no service started, from its lock and its state file."""
+    """Return the state, code and detail of the job of a run that no service started.
+
+    They are derived from the run's lock and its state file.
+    """
     if status.holder is not None:
         return "running", None, None
     if status.interrupted:
@@ -239,13 +254,16 @@ def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
 
 
 def refuse_unended(job: Job) -> None:
-    """Refuse to delete a job that is neither ended nor paused."""
+    """Raise JobConflict if a job is neither ended nor paused, because it then must not be deleted."""
     if job.state not in (*ENDED, "paused"):
         raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
 
 
 def refuse_leap(job: Job, state: JobState) -> None:
-    """Refuse a transition that is not in `_AFTER`. A run of another process (origin cli) may take any."""
+    """Raise JobConflict if `_AFTER` does not allow a job to change to `state`.
+
+    A job whose process no service controls (origin cli) may change to any state.
+    """
     if job.origin == "cli" or state == job.state or state in _AFTER[job.state]:
         return
     after = ", ".join(sorted(_AFTER[job.state])) or "none"
@@ -253,17 +271,20 @@ def refuse_leap(job: Job, state: JobState) -> None:
 
 
 def read_rows(store: Store, home: str) -> list[dict[str, Any]]:
-    """Read the jobs of a service, in order, as JSON for a backup; their number and service are left out."""
+    """Return the jobs of the service `home`, in order of creation, as JSON for a backup.
+
+    The fields `number`, `home` and `progress` are left out.
+    """
     with store.read() as connection:
         rows = connection.execute(select(JOBS).where(JOBS.c.home == home).order_by(JOBS.c.number))
         return [job_row(row).model_dump(mode="json", exclude={"number", "home", "progress"}) for row in rows]
 
 
 def put_rows(store: Store, rows: Sequence[Mapping[str, Any]], home: str, *, finish: Callable[[], int]) -> int:
-    """Insert jobs into the store for a service, in order, and return the result of `finish`.
+    """Insert the jobs of a backup, in order, for the service `home`; return the result of `finish`.
 
-    `finish` is called before the rows are committed: if it raises, no row is stored. Raises JobError if the
-    store already has one of the jobs.
+    `finish` is called before the jobs are committed: if it raises, no job is stored. Raises JobError if the
+    store already contains one of the jobs.
     """
     with store.write() as connection:
         known = set(connection.scalars(select(JOBS.c.id)))

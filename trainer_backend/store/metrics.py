@@ -1,4 +1,4 @@
-"""Keeps the rows and curves of metrics.jsonl files in memory; each look reads only new lines."""
+"""Keeps the rows and curves of metrics.jsonl files in memory; each access reads only new lines."""
 
 import hashlib
 import math
@@ -22,16 +22,16 @@ from trainer_backend.store.rows import Curve, MetricLine
 METRICS_FILE = "metrics.jsonl"
 Row = Mapping[str, Any]
 Key = TypeVar("Key")
-# Bytes before a mark that are digested: if the digest is equal, the file has only grown.
+# Number of bytes before a mark that are digested. An equal digest shows that the file has only grown.
 _TAIL = 256
-# Bound of all files in memory. A row of a hundred numbers has some 3 kB, and its points as much again.
+# Limit for all files in memory. A row of a hundred numbers takes about 3 kB, and its points another 3 kB.
 _MOST_BYTES = 128 << 20
 
 
 def list_numbers(row: Row) -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a row by name; a number in a dict is `name/key`.
+    """Yield the name and the value of each finite number in a row; a number in a dict is named `name/key`.
 
-    Lists and texts are skipped.
+    Lists, strings, `kind` and `iteration` are skipped.
     """
     for name, value in row.items():
         if isinstance(value, dict):
@@ -42,10 +42,10 @@ def list_numbers(row: Row) -> Iterator[tuple[str, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far the store has read metrics.jsonl, and the numbers that it gives to the rows.
+    """How far the store has read metrics.jsonl (bytes and rows), and how its rows are numbered.
 
-    Row i of the file, from 0, has the number `base + i + 1`. If the file is rewritten, `base` grows, so that
-    its rows have higher numbers than all rows before.
+    Row i of the file, counted from 0, has the row number `base + i + 1`. If the file is rewritten, `base`
+    increases by the number of old rows, so that the new rows have higher numbers than all old ones.
     """
 
     size: int = 0
@@ -64,14 +64,17 @@ class Points:
 
 @dataclass(slots=True)
 class _Kind:
-    """The rows of one kind: the place of each row by iteration, and the curves of their numbers."""
+    """The rows of one kind, such as `iteration` or `evaluation`, and the curves of their numbers.
+
+    `places` maps an iteration to the index of its row in the file.
+    """
 
     places: dict[int, int] = field(default_factory=dict)
     last: int | None = None  # the last iteration
     curves: dict[str, Points] = field(default_factory=dict)
 
     def add(self, iteration: int, row: Row) -> bool:
-        """Add the numbers of a row; return False, without adding, if the iteration is not after the last."""
+        """Append a row's numbers to the curves. If `iteration` is not above `last`, only return False."""
         if self.last is not None and iteration <= self.last:
             return False
         self.last = iteration
@@ -88,9 +91,10 @@ _NO_ROWS = _Kind()
 
 
 class MetricsFile:
-    """The rows of one metrics.jsonl in memory; `MetricsFiles.open` updates them from the file and locks them.
+    """The rows of one metrics.jsonl in memory. `MetricsFiles.open` updates and locks an instance.
 
-    Of two rows of the same kind and iteration the later one counts, as for every reader of these files.
+    If two rows have the same kind and iteration, the later one replaces the earlier one. Every reader of
+    these files follows this rule.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +103,7 @@ class MetricsFile:
 
     def _clear(self) -> None:
         self._seen = (-1, -1)  # size and time of the file
-        self._data = bytearray()  # its whole lines
+        self._data = bytearray()  # the complete lines of the file
         self._spans: list[tuple[int, int]] = []  # where each row begins and ends
         self._kinds: dict[str, _Kind] = {}
 
@@ -117,7 +121,7 @@ class MetricsFile:
             facts = self.path.stat()
             if (facts.st_size, facts.st_mtime_ns) == self._seen:
                 return
-            with self.path.open("rb") as file:  # a concurrent replacement is seen whole or not at all
+            with self.path.open("rb") as file:  # stays the same file if another process replaces it
                 facts, begin = os.fstat(file.fileno()), max(0, self.size - _TAIL)
                 file.seek(begin)
                 data = file.read()
@@ -133,7 +137,7 @@ class MetricsFile:
         self._add(data[self.size - begin : data.rfind(b"\n") + 1])
 
     def _add(self, data: bytes) -> None:
-        """Add whole lines; skip lines that are no rows, such as one that a crash cut short."""
+        """Add complete lines; skip a line that is not a row, such as one that a crash truncated."""
         begin = self.size
         self._data += data
         disordered: set[str] = set()  # kinds with a row whose iteration is not after the last one
@@ -159,7 +163,7 @@ class MetricsFile:
         return parse_object(bytes(self._data[begin:end])) or {}
 
     def next_mark(self, mark: Mark) -> Mark:
-        """Return the mark of the file's current state, which follows the earlier `mark`."""
+        """Return the mark of the file's current state, with row numbers that continue the stored `mark`."""
         same = mark.size <= self.size and mark.digest == self._digest(mark.size)
         base = mark.base if same else mark.base + mark.rows
         return Mark(self.size, self._digest(self.size), base, len(self._spans))
@@ -176,12 +180,12 @@ class MetricsFile:
         return self._lines(base, places[:limit])
 
     def newest(self, base: int, kind: str, limit: int) -> tuple[MetricLine, ...]:
-        """Return the rows of the last iterations of a kind, oldest first."""
+        """Return the rows of one kind for its last `limit` iterations, oldest first."""
         places = self._kinds.get(kind, _NO_ROWS).places
         return self._lines(base, [places[iteration] for iteration in sorted(places)[-limit:]])
 
     def above_zero(self, base: int, names: Collection[str], limit: int) -> tuple[MetricLine, ...]:
-        """Return the newest rows, of every kind, in which one of these numbers is above 0; oldest first."""
+        """Return the last `limit` rows, of any kind, in which a named number is above 0; oldest first."""
         places = {
             kind.places[iteration]
             for kind in self._kinds.values()
@@ -207,7 +211,7 @@ class MetricsFile:
         return {(name, curve) for name, kind in self._kinds.items() for curve in kind.curves}
 
     def points(self, kind: str, name: str) -> Points:
-        """Return a copy of a curve that exists."""
+        """Return a copy of the points of a curve; raise KeyError if there is no such curve."""
         curve = self._kinds[kind].curves[name]
         return Points(curve.iterations[:], curve.values[:])
 
@@ -218,7 +222,7 @@ class MetricsFile:
         return {name: it.values[-1] for name, it in curves.items() if it.iterations[-1] == rows.last}
 
     def sums(self, names: Iterable[str]) -> dict[str, float]:
-        """Sum the named numbers over all rows of every kind; numbers in no row are absent."""
+        """Return the sum of each named number over the rows of all kinds. Names in no row are absent."""
         found = {
             name: [kind.curves[name].values for kind in self._kinds.values() if name in kind.curves]
             for name in names
@@ -227,7 +231,7 @@ class MetricsFile:
 
 
 def thin(curve: Points, stride: int) -> Curve:
-    """Reduce a curve to the means of every `stride` iterations, with their bounds."""
+    """Reduce a curve to the mean, minimum and maximum of each interval of `stride` iterations."""
     if stride == 1:
         values = tuple(curve.values)
         return Curve(tuple(curve.iterations), values, values, values)
@@ -243,7 +247,7 @@ def thin(curve: Points, stride: int) -> Curve:
 
 
 def thin_together(curves: Mapping[Key, Points], points: int) -> dict[Key, Curve]:
-    """Reduce curves to at most `points` points at the same intervals, so that they can be overlaid."""
+    """Reduce each curve to at most `points` points, at the same intervals, so that curves can be overlaid."""
     last = max((curve.iterations[-1] for curve in curves.values()), default=0)
     return {key: thin(curve, last // max(points, 1) + 1) for key, curve in curves.items()}
 
@@ -253,7 +257,7 @@ _SPARK_POINTS = 60
 
 
 def summarise(file: MetricsFile) -> dict[str, Any]:
-    """Return the columns of a job that its metrics determine, except `finished`."""
+    """Return the values of those columns of a job that depend on its metrics, except `finished`."""
     held_out = file.last_numbers("evaluation", (_EVALUATION, f"{_EVALUATION}_low", f"{_EVALUATION}_high"))
     spark = None
     if ("iteration", _OUTCOME) in file.curves:
@@ -268,7 +272,7 @@ def summarise(file: MetricsFile) -> dict[str, Any]:
 
 
 class MetricsFiles:
-    """The most recently read files, up to `most_bytes` in total."""
+    """A cache of the most recently read metrics files, up to `most_bytes` in total."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._files: OrderedDict[Path, MetricsFile] = OrderedDict()
@@ -276,7 +280,7 @@ class MetricsFiles:
 
     @contextmanager
     def open(self, run_dir: str | None) -> Iterator[MetricsFile]:
-        """Yield the file of a run directory, read to its end and locked; empty without a directory."""
+        """Yield the metrics file of a run directory, updated and locked; it is empty without a directory."""
         path = Path(run_dir or os.devnull, METRICS_FILE)
         with self._lock:
             file = self._files.setdefault(path, MetricsFile(path))

@@ -1,4 +1,7 @@
-"""Pages of a sorted list. Rows without the sort value come last in both directions; numbers break ties."""
+"""Pages of a sorted query. Rows whose sort value is NULL come last in both directions.
+
+The key of the table breaks ties.
+"""
 
 import base64
 import json
@@ -23,9 +26,12 @@ def sort_page(
     cursor: str | None,
     limit: int,
 ) -> Select[Any]:
-    """Return the query of a page; it finds one row more than `limit` if another page follows.
+    """Restrict a query to one page. The result returns `limit` + 1 rows if another page follows.
 
-    `number` is the key of the table. `cursor` comes from the previous page, for the same filter and order.
+    Args:
+        by: the column to sort by.
+        number: the key of the table.
+        cursor: the cursor of the previous page, which must have the same filter and order.
     """
     if cursor is not None:
         query = query.where(_beyond(by, number, *_read_cursor(cursor, by), descending=descending))
@@ -34,7 +40,7 @@ def sort_page(
 
 
 def make_page(rows: Sequence[Any], column: str, limit: int) -> Page[Any]:
-    """Make a page from the rows of a `sort_page` query; each row has the sort column and a number."""
+    """Make a page from the rows of a `sort_page` query; `column` is the name of the sort column."""
     if len(rows) <= limit:
         return Page(tuple(rows), None)
     end = rows[limit - 1]
@@ -47,7 +53,7 @@ def make_page(rows: Sequence[Any], column: str, limit: int) -> Page[Any]:
 def _beyond(
     by: Column[Any], numbers: Column[int], value: Any, number: int, *, descending: bool
 ) -> ColumnElement[bool]:
-    """Match the rows that follow the row with this value and number."""
+    """Return the condition for the rows that follow the row with this sort value and number."""
     behind = numbers < number if descending else numbers > number
     if value is None:
         return and_(by.is_(None), behind)
@@ -55,7 +61,7 @@ def _beyond(
 
 
 def _read_cursor(cursor: str, by: Column[Any]) -> tuple[Any, int]:
-    """Read the sort value and number of a row; both must fit their columns."""
+    """Return the sort value and the number in a cursor; raise UnknownCursor if a column cannot hold them."""
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
         value, valid = (None, True) if value is None else _read_value(value, by)
@@ -67,7 +73,7 @@ def _read_cursor(cursor: str, by: Column[Any]) -> tuple[Any, int]:
 
 
 def _read_value(value: Any, by: Column[Any]) -> tuple[Any, bool]:
-    """Return a sort value with its column's type, and whether the column can hold it."""
+    """Convert a sort value to the type of its column; also return whether the column can hold the value."""
     if isinstance(by.type, UtcDateTime):
         moment = datetime.fromisoformat(value)
         return moment, moment.tzinfo is not None

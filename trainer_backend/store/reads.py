@@ -1,4 +1,4 @@
-"""Reads the metrics of runs for pages and the API: a query finds the run directories, which have the rows.
+"""Reads the metrics of runs for pages and the API. A query finds the run directories; files have the rows.
 
 reads_rollouts.py reads rollouts and decisions.
 """
@@ -29,21 +29,21 @@ RunSort = Literal["created", "name", "state", "iteration", "finished", "outcome"
 
 @dataclass(frozen=True, slots=True)
 class RunFilter:
-    """A filter of runs. Fields that are empty do not filter."""
+    """Conditions that a run must all meet. An empty field is no condition."""
 
     text: str = ""  # part of name, id, environment, model or a tag, case-insensitive
-    states: frozenset[JobState] = frozenset()  # any of them
+    states: frozenset[JobState] = frozenset()  # the run is in one of these states
     environment: str | None = None
     model: str | None = None
-    tags: Mapping[str, str] = field(default_factory=dict)  # all of them
+    tags: Mapping[str, str] = field(default_factory=dict)  # the run has all of these tags
 
 
 def _look(
     store: Store, job_ids: Sequence[str], look: Callable[[MetricsFile, int], Found]
 ) -> dict[str, Found]:
-    """Return the result of `look` for the metrics of each run, by job id in the order of the ids.
+    """Call `look` for the metrics of each run; return the results by job id, in the order of `job_ids`.
 
-    `look` receives the file and its `Mark.base`, the number before that of the file's first row.
+    `look` receives the file and its `Mark.base`, to which the row numbers of the file are added.
     """
     of_metrics = and_(SYNCED_FILES.c.job == JOBS.c.number, SYNCED_FILES.c.name == METRICS_FILE)
     query = select(JOBS.c.id, JOBS.c.run_dir, *MARK).outerjoin(SYNCED_FILES, of_metrics)
@@ -62,7 +62,7 @@ def _look(
 
 
 def refresh(store: Store, jobs: Sequence[Job]) -> list[Job]:
-    """Return jobs with the current values of their metrics, which may be newer than the last sync."""
+    """Return the jobs with values from their current metrics, which may be newer than the last sync."""
     found = _look(store, [job.id for job in jobs], lambda file, _: summarise(file))
     return [job.model_copy(update=found[job.id]) for job in jobs]
 
@@ -76,7 +76,10 @@ def runs(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[Job]:
-    """Return a page of the list of runs: one query, and no file. Runs without the sort value come last."""
+    """Return a page of the list of runs with one query, without reading files.
+
+    Runs without a sort value come last.
+    """
     column = "number" if sort == "created" else sort
     query = select(JOBS).where(*_run_conditions(where))
     query = sort_page(query, JOBS.c[column], JOBS.c.number, descending=descending, cursor=cursor, limit=limit)
@@ -97,8 +100,8 @@ def _run_conditions(where: RunFilter) -> Iterator[ColumnElement[bool]]:
             yield column == value
     for name, value in where.tags.items():
         pair = f"{json.dumps(name)}: {json.dumps(value)}"
-        # If `replace` changes the text, the tag is there; both databases replace exactly. SQLite's LIKE
-        # ignores case, and its JSON paths cannot express a name with a quotation mark.
+        # The run has the tag if `replace` changes the text. In both databases `replace` compares exactly.
+        # SQLite's LIKE ignores case, and its JSON paths cannot express a name with a quotation mark.
         yield or_(*(func.replace(_TAGS, f"{start}{pair}", "") != _TAGS for start in ("{", ", ")))
 
 
@@ -106,7 +109,10 @@ _TAGS = cast(JOBS.c.tags, Text)  # as json.dumps wrote them
 
 
 def run_facets(store: Store) -> dict[str, dict[str, int]]:
-    """Return the values by which runs can be filtered, with their numbers of jobs; a tag is `name=value`."""
+    """Return the number of jobs for each value by which runs can be filtered.
+
+    The outer keys are `environments`, `models`, `states` and `tags`; a tag is written `name=value`.
+    """
     query = select(JOBS.c.environment, JOBS.c.model, JOBS.c.state, JOBS.c.tags)
     counts: dict[str, Counter[str]] = {
         name: Counter() for name in ("environments", "models", "states", "tags")
@@ -120,12 +126,12 @@ def run_facets(store: Store) -> dict[str, dict[str, int]]:
 
 
 def known_metrics(store: Store, job_ids: Sequence[str]) -> set[tuple[str, str]]:
-    """Return (kind, metric) of every curve that any of these runs has."""
+    """Return (kind, name) of every curve that at least one of these runs has."""
     return set().union(*_look(store, job_ids, lambda file, _: file.curves).values())
 
 
 def metric_names(store: Store, job_id: str, kind: str = "iteration") -> tuple[str, ...]:
-    """Return the names of a run's curves, sorted."""
+    """Return the sorted names of a run's curves of one kind."""
     return tuple(sorted(name for of, name in known_metrics(store, [job_id]) if of == kind))
 
 
@@ -134,9 +140,9 @@ def series(
 ) -> dict[str, dict[str, Curve]]:
     """Return curves by job id, then by name. Names without a curve are absent.
 
-    A name that ends in `/*` matches all names with that prefix (`eval/success_rates/*`). Curves with more
-    than `points` points are reduced to means of intervals, with bounds. All curves have the same intervals,
-    so that several runs can be overlaid.
+    A name that ends in `/*` matches all names with that prefix (`eval/success_rates/*`). If necessary,
+    curves are reduced to at most `points` points, each the mean, minimum and maximum of an interval. All
+    curves have the same intervals, so that several runs can be overlaid.
     """
     starts = tuple(name[:-1] for name in names if name.endswith("/*"))
 
@@ -155,7 +161,7 @@ def series(
 def metric_lines(
     store: Store, job_id: str, *, after: int = 0, kind: str | None = None, limit: int = 200
 ) -> tuple[MetricLine, ...]:
-    """Return the rows of metrics.jsonl whose row number is above `after`, oldest first, for live pages."""
+    """Return the first `limit` rows of metrics.jsonl whose row number is above `after`, for live pages."""
     found = _look(store, [job_id], lambda file, base: file.lines(base, after=after, kind=kind, limit=limit))
     return found[job_id]
 
@@ -163,12 +169,12 @@ def metric_lines(
 def lines_above_zero(
     store: Store, job_id: str, names: Collection[str], *, limit: int
 ) -> tuple[MetricLine, ...]:
-    """Return the newest rows, of every kind, in which one of these numbers is above 0; oldest first."""
+    """Return the last `limit` rows, of any kind, in which a named number is above 0; oldest first."""
     return _look(store, [job_id], lambda file, base: file.above_zero(base, names, limit))[job_id]
 
 
 def newest_lines(store: Store, job_id: str, *, kind: str, limit: int) -> tuple[MetricLine, ...]:
-    """Return the rows of the last iterations, oldest first."""
+    """Return the rows of one kind for its last `limit` iterations, oldest first."""
     return _look(store, [job_id], lambda file, base: file.newest(base, kind, limit))[job_id]
 
 
@@ -184,12 +190,12 @@ def last_lines(
 
 
 def checkpoints(job: Job) -> list[CheckpointRow]:
-    """Return the checkpoints of a run, oldest first."""
+    """Return the complete checkpoints of a run, oldest first; none without a run directory."""
     return checkpoint_rows(Path(job.run_dir, "checkpoints")) if job.run_dir else []
 
 
 def checkpoint_rows(folder: Path) -> list[CheckpointRow]:
-    """List the finished checkpoints, oldest first."""
+    """Return the complete checkpoints in a folder, oldest first."""
     best = best_checkpoint(folder)
     return [
         CheckpointRow(path.name, iteration, path == best, _size(path))

@@ -1,4 +1,4 @@
-"""Reads of a run's rollouts for pages and the API."""
+"""Reads the rollouts of a run for pages and the API."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _COLUMNS: list[Any] = [
 
 @dataclass(frozen=True, slots=True)
 class RolloutFilter:
-    """A filter of rollouts. Fields that are None do not filter."""
+    """Conditions that a rollout must all meet. A field that is None is no condition."""
 
     stage: str | None = None
     iteration: int | None = None
@@ -39,14 +39,14 @@ class RolloutFilter:
     failure_code: str | None = None
     stop_reason: str | None = None
     min_reward: float | None = None
-    """Bounds of the outcome reward and, below, of the number of decisions; both ends are included."""
+    """Smallest outcome reward. This bound and the three bounds below are inclusive."""
     max_reward: float | None = None
     min_decisions: int | None = None
     max_decisions: int | None = None
     lost: bool | None = None
-    """True: only failed rollouts, and training rollouts that no update used."""
+    """True selects only failed rollouts and those training rollouts that no update used."""
     text: str | None = None
-    """Part of the rollout id, case-insensitive."""
+    """Substring of the rollout id; case is ignored."""
 
 
 def rollouts(
@@ -59,7 +59,7 @@ def rollouts(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[RolloutRow]:
-    """Return a page of rollouts; see `sort_page`."""
+    """Return a page of a run's rollouts; `cursor` is that of the previous page (see `sort_page`)."""
     column = "number" if sort == "newest" else sort
     with store.read() as connection:
         query = _selected().where(*_conditions(job_number(connection, job_id), where))
@@ -70,9 +70,10 @@ def rollouts(
 
 
 def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilter()) -> tuple[int, bool]:
-    """Count the rollouts on all pages, and return whether the count is exact or stopped at `MOST_COUNTED`.
+    """Return the number of rollouts on all pages, and whether this number is exact.
 
-    A filter by `COUNTED` columns alone is exact: it adds the counts of the files.
+    With a filter by `COUNTED` columns alone, the number is the sum of the stored counts of the files, and
+    always exact. With any other filter, counting stops at `MOST_COUNTED`.
     """
     if replace(where, **dict.fromkeys(COUNTED)) == RolloutFilter():
         wanted = [getattr(where, name) for name in COUNTED]
@@ -89,9 +90,9 @@ def count_rollouts(store: Store, job_id: str, where: RolloutFilter = RolloutFilt
 
 
 def _counts(store: Store, job_id: str) -> Iterator[tuple[list[Any], int]]:
-    """Yield, for each file, values of the `COUNTED` columns and how many of its rollouts have them."""
+    """Yield, file by file, each combination of values of the `COUNTED` columns and its number of rollouts."""
     with store.read() as connection:
-        # As one text: a row for each file of a long run would take most of the time.
+        # The counts of all files come as one string: with a row per file, a long run would be slow.
         texts = func.aggregate_strings(cast(SYNCED_FILES.c.counts, Text), ",")
         query = select(texts).where(SYNCED_FILES.c.job == job_number(connection, job_id))
         files = json.loads(f"[{connection.scalar(query) or ''}]")
@@ -121,7 +122,7 @@ def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
         if high is not None:
             conditions.append(column <= high)
     if where.lost:
-        # Trained rollouts have rewards. So the index of `reward` finds the few rollouts without one.
+        # Rollouts that an update used have rewards, so the index of `reward` finds the few others.
         failed_or_unused = or_(ROLLOUTS.c.status != "finished", ROLLOUTS.c.stage == "train")
         conditions += [ROLLOUTS.c.reward.is_(None), failed_or_unused]
     if where.text:
@@ -130,14 +131,15 @@ def _conditions(job: int, where: RolloutFilter) -> list[ColumnElement[bool]]:
 
 
 def _clip(bound: int | None) -> int | None:
-    """Return the bound, or the nearest one that a column can hold."""
+    """Return the bound, limited to the integers that a column can hold."""
     return bound if bound is None or fits(bound) else 2**31 - 1 if bound > 0 else -(2**31)
 
 
 def facets(store: Store, job_id: str) -> dict[str, Any]:
-    """Return the values by which the rollouts of a run can be filtered, with their counts.
+    """Return the number of rollouts for each value by which a run's rollouts can be filtered.
 
-    `iterations` are the first and the last one, or None.
+    The outer keys are `stages`, `policies`, `statuses`, `failure_codes` and `stop_reasons`. Another key,
+    `iterations`, holds the first and the last iteration, or None if there are no rollouts.
     """
     totals: Counter[tuple[Any, ...]] = Counter()
     iterations = set()
@@ -157,7 +159,7 @@ def facets(store: Store, job_id: str) -> dict[str, Any]:
 
 
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
-    """Return one rollout by its id or by a suffix that only one id has (`train/3/0/1`)."""
+    """Return the rollout with this id, or the only one whose id ends in `/` and this text (`train/3/0/1`)."""
     with store.read() as connection:
         mine = _selected().where(ROLLOUTS.c.job == job_number(connection, job_id))
         rows = connection.execute(mine.where(ROLLOUTS.c.rollout_id == rollout_id)).all()
@@ -175,7 +177,10 @@ def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
 
 
 def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ...]:
-    """Return this rollout and the others of its group, stage and iteration, by sibling and attempt."""
+    """Return the rollouts of this rollout's group, stage and iteration, sorted by sibling and attempt.
+
+    This rollout is one of them.
+    """
     with store.read() as connection:
         query = _selected().where(*_group(job_number(connection, job_id), row))
         rows = connection.execute(query.order_by(ROLLOUTS.c.sibling, ROLLOUTS.c.attempt, ROLLOUTS.c.number))
@@ -183,7 +188,10 @@ def siblings(store: Store, job_id: str, row: RolloutRow) -> tuple[RolloutRow, ..
 
 
 def branches(store: Store, job_id: str, row: RolloutRow, turn: int) -> tuple[RolloutRow, ...]:
-    """Return the rollouts that play on from before a decision of this one, by sibling and attempt."""
+    """Return the rollouts that branch off just before decision `turn` of this rollout.
+
+    They are sorted by sibling and attempt.
+    """
     group_id = branch_group(row.rollout_id, turn)
     return siblings(store, job_id, replace(row, group_id=group_id, stage="branches"))
 
@@ -200,9 +208,10 @@ def _group(job: int, row: RolloutRow) -> tuple[ColumnElement[bool], ...]:
 def anchors(
     store: Store, job_id: str, row: RolloutRow, state_key: str, *, limit: int
 ) -> tuple[AnchorRow, ...]:
-    """Return the first `limit` decisions of this rollout's group in one state, by sibling and turn.
+    """Return the decisions that rollouts of this rollout's group made in the state `state_key`.
 
-    They are read from the run's files; decisions of deleted files are missing.
+    The first `limit` decisions are returned, sorted by sibling and turn. They are read from the run's files;
+    decisions in deleted files are missing.
     """
     group = siblings(store, job_id, row)
     found = []
@@ -222,7 +231,7 @@ def anchors(
 
 
 def _run_dir(store: Store, job_id: str) -> Path:
-    """Return the run directory of a job; without one, a path at which no file exists."""
+    """Return the run directory of a job. If the job has none, return a path below which no file exists."""
     with store.read() as connection:
         run_dir = connection.scalar(
             select(JOBS.c.run_dir).where(JOBS.c.number == job_number(connection, job_id))
@@ -231,5 +240,5 @@ def _run_dir(store: Store, job_id: str) -> Path:
 
 
 def learning_iteration(store: Store, job_id: str, rollout_id: str) -> int | None:
-    """Return the iteration whose update learned from this rollout, or None, from the run's ledger."""
+    """Return the iteration whose update used this rollout, according to the run's ledger, or None."""
     return find_in_ledger(_run_dir(store, job_id), rollout_id)

@@ -1,4 +1,4 @@
-"""[retention] of a job: which files of a run each sync keeps."""
+"""The table [retention] of a job, and the deletion of old rollout files by a sync."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,20 +16,24 @@ from trainer_backend.rundir.files import write_errors
 if TYPE_CHECKING:  # pyarrow, which reading a job does not need
     from trainer_backend.rundir.rollout_index import RolloutFile
 
-# Stages with one file per iteration. Evaluations are few, and the report needs them.
+# Only files of these stages are deleted; each iteration adds one. Files of evaluations are few, and the
+# report needs them.
 _OF_ITERATIONS = ("train", "branches")
 
 
 class RetentionTable(Table):
-    """[retention]: read by `turnwise trainer`, which indexes runs in its database; absent: all files stay."""
+    """[retention]: which rollout files `turnwise trainer` keeps when it indexes a run; by default all."""
 
     rollout_files_iterations: int | None = Field(default=None, ge=1)
-    """the run directory keeps the rollout files of this many newest iterations and of evaluations; older ones
-    are deleted there and in the database"""
+    """keep the rollout files of this many newest training iterations; a sync deletes older files of training
+    and of branches, also from the index in the database; files of evaluations always stay"""
 
 
 def read_retention(run: Path) -> RetentionTable:
-    """Read [retention] of a run's job; the rest may be of an earlier version and is not checked."""
+    """Read the table [retention] of a run's job.
+
+    Other tables are not checked, since a job of an earlier version must be readable.
+    """
     path = run / "job.toml"
     try:
         document = tomli.loads(read_text(path))
@@ -39,10 +43,10 @@ def read_retention(run: Path) -> RetentionTable:
 
 
 def remove_old_files(table: RetentionTable, files: "list[RolloutFile]") -> "list[RolloutFile]":
-    """Delete the files that [retention] does not keep; return the others."""
+    """Delete the rollout files that [retention] does not keep; return the remaining files."""
     if table.rollout_files_iterations is None:
         return files
-    # [retention] counts back from the last iteration that has rollouts.
+    # [retention] counts back from the last iteration that has training rollouts.
     newest = max((file.iteration for file in files if file.stage == "train"), default=0)
     oldest = newest - table.rollout_files_iterations + 1
     rest = [file for file in files if file.stage not in _OF_ITERATIONS or file.iteration >= oldest]

@@ -1,4 +1,7 @@
-"""The classes of the store's rows, which define its tables; without SQLAlchemy. Times are in UTC."""
+"""The classes of the store's rows. tables.py derives its columns from their fields.
+
+This module does not import SQLAlchemy. All times are in UTC.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +33,8 @@ class Page(Generic[Item]):
 class Progress(Body):
     """The progress of a job from `state.json` of its run directory.
 
-    `iteration` is the last finished one, `iterations` the job's total. `stage` is the current stage, with
-    `done` of `total` steps.
+    `iteration` is the last finished iteration of `iterations` in total. The current `stage` has finished
+    `done` of its `total` steps.
     """
 
     state: str
@@ -44,9 +47,10 @@ class Progress(Body):
 
 
 class JobView(Body):
-    """A job. `wanted` is the last requested state, `attempt` the number of processes started so far.
+    """A job. `attempt` is the number of processes that have been started for it so far.
 
-    `code` and `detail` say why it failed, was stopped, or is being restarted.
+    `wanted` is what was last requested: to run, pause or cancel the job. `code` and `detail` say why the job
+    failed, was stopped, or is being restarted.
     """
 
     id: str
@@ -72,9 +76,9 @@ _NEVER = datetime(1, 1, 1, tzinfo=UTC)
 
 
 class Job(JobView):
-    """A job: posted to the service, or a run directory that `turnwise train` made; a row of `jobs`.
+    """A row of the table `jobs`: a job posted to the service, or a run that `turnwise train` created.
 
-    A new job needs name, config and home; the store adds number, id and time.
+    A new job needs `name`, `config` and `home`; the store sets `number`, `id` and `created`.
     """
 
     id: str = ""  # uuid, hex
@@ -86,34 +90,38 @@ class Job(JobView):
     created: datetime = _NEVER
     started: datetime | None = None
     ended: datetime | None = None
-    code: str | None = None  # why it failed or was stopped, for programs; `detail`: as a sentence
+    code: str | None = None  # why the job failed or was stopped, for programs; `detail` says it as a sentence
     detail: str | None = None
     run_dir: str | None = None  # absolute; None until the job has one
     run_id: str | None = None
     version: int = 1  # number of changes; compare-and-set uses it
 
-    number: int = 0  # in order of creation; pages go by it
+    number: int = 0  # increases in order of creation; the cursor of a page is a number
     config: str  # the resolved TOML, without secrets
     home: str  # the service that runs it: several services may share one PostgreSQL, but no disk
     idempotency_key: str | None = None  # the client's key for its request to that service
     body_hash: str | None = None  # a digest of that request's body
 
-    # For the list of runs: from the config, and from the run by the sync, which does not change `version`.
+    # For the list of runs. The first two come from the config. A sync reads the others from the run,
+    # without changing `version`.
     environment: str = ""
     model: str = ""
     iteration: int = 0  # the last finished one; 0 before the first
     finished: datetime | None = None  # when the sync first saw the row of that iteration
-    outcome: float | None = None  # of that iteration
+    outcome: float | None = None  # mean outcome reward of that iteration
     evaluation: float | None = None  # the outcome of the last evaluation
     numbers: dict[str, Any] = Field(default_factory=dict)  # see metrics.summarise
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A metric over iterations; a long curve is reduced to means of intervals with their bounds."""
+    """A metric over iterations. Each point of a long curve is the mean of an interval of iterations.
 
-    __pydantic_config__ = Body.model_config  # it is sent as it is
-    iterations: tuple[int, ...]  # the last of each interval, ascending
+    `low` and `high` are the minimum and the maximum of each interval.
+    """
+
+    __pydantic_config__ = Body.model_config  # replies of the API contain it unchanged
+    iterations: tuple[int, ...]  # the last iteration of each interval, ascending
     values: tuple[float, ...]
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -121,7 +129,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class MetricLine:
-    """A row of metrics.jsonl. `number` increases from row to row of a job; pages can ask for later rows."""
+    """A row of metrics.jsonl. `number` increases from row to row, so that pages can request later rows."""
 
     number: int
     kind: str
@@ -130,15 +138,15 @@ class MetricLine:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """The row with its kind and iteration, also where the file leaves them out."""
+        """The row with its kind and iteration, even if the file leaves them out."""
         return {**self.row, "kind": self.kind, "iteration": self.iteration}
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """A stored rollout."""
+    """The entry of a rollout in the store's index."""
 
-    number: int  # in the order of arrival; pages use it
+    number: int  # increases in the order of indexing; breaks ties when pages are sorted
     rollout_id: str
     stage: str  # train, branches, evaluation, warmup or prompts
     iteration: int
@@ -161,7 +169,7 @@ class RolloutRow:
 
 @dataclass(frozen=True, slots=True)
 class AnchorRow:
-    """A decision of the same group in the same state."""
+    """A decision that a rollout of the group made in the requested state."""
 
     rollout_id: str
     sibling: int
@@ -174,7 +182,10 @@ class AnchorRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRow:
-    """A checkpoint folder: its name under checkpoints/, its size in bytes."""
+    """A checkpoint: the name of its folder under checkpoints/, and the folder's size in bytes.
+
+    `best` is True for the best checkpoint of the run.
+    """
 
     folder: str
     iteration: int
@@ -192,7 +203,7 @@ def parse_tables(config: str) -> Mapping[str, Any]:
 
 
 def named_in(config: str) -> dict[str, str]:
-    """Return the environment and the model that a job names, or empty texts."""
+    """Return the names of the environment and the model in a job's TOML; a missing name becomes ""."""
     tables = parse_tables(config)
     rollout, model = (tables.get(name, {}) for name in ("rollout", "model"))
     named = next((model[key] for key in ("preset", "path", "name") if model.get(key)), "")
@@ -203,7 +214,7 @@ def named_in(config: str) -> dict[str, str]:
 
 
 def read_iterations(config: str) -> int | None:
-    """Return the number of iterations a job asks for, or None if unknown."""
+    """Return the number of iterations that a job's TOML sets, or None if it sets none."""
     table = parse_tables(config).get("training")
     iterations = table.get("iterations") if isinstance(table, Mapping) else None
     return iterations if isinstance(iterations, int) else None

@@ -1,6 +1,6 @@
-"""Brings the store's index of a run directory up to date; repeating a sync changes nothing.
+"""Updates the store's index of a run directory. Repeating a sync changes nothing.
 
-The run directory is the truth: rows leave the store when their files are gone.
+The files of the run directory are authoritative: when a file is gone, its rows are removed from the store.
 """
 
 from collections import Counter
@@ -23,17 +23,18 @@ from trainer_backend.store.reads import MARK
 from trainer_backend.store.retention import read_retention, remove_old_files
 from trainer_backend.store.tables import COUNTED, JOBS, ROLLOUTS, SYNCED_FILES, job_number
 
-# Rollouts per transaction, for which other writers wait.
+# Rollouts per transaction. Other writers wait until the transaction ends.
 _AT_ONCE = 2_000
 
-Seen = Mapping[str, tuple[int, int]]  # by the name of a file, its size and time
+Seen = Mapping[str, tuple[int, int]]  # size and modification time of an indexed file, by its name
 
 
 def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool = True) -> bool:
-    """Index a run directory, and apply [retention] to it; return whether anything was new.
+    """Index a run directory, and apply [retention] to it; return whether the index has changed.
 
-    If a sync is interrupted, the next one does the rest. An unreadable file does not block the others.
-    `tidies`: whether old files are deleted; a service that only shows runs keeps them.
+    The next sync completes one that was interrupted. If a file is unreadable, the other files are indexed
+    before RunDirectoryError is raised. `tidies` says whether to delete old files; a service that only shows
+    runs keeps them.
     """
     with store.read() as connection:
         query = select(SYNCED_FILES.c.name, SYNCED_FILES.c.size, SYNCED_FILES.c.modified_ns)
@@ -55,7 +56,7 @@ def sync_run(store: Store, job_id: str, directory: RunDirectory, *, tidies: bool
 
 
 def _sync_metrics(store: Store, job_id: str, run: Path, seen: Seen) -> bool:
-    """Store how far metrics.jsonl has grown, and its values for the list of runs."""
+    """Store the `Mark` of metrics.jsonl, and values of its metrics for the list of runs."""
     try:
         facts = (run / METRICS_FILE).stat()
         if seen.get(METRICS_FILE) == (facts.st_size, facts.st_mtime_ns):
@@ -85,9 +86,9 @@ def _sync_metrics(store: Store, job_id: str, run: Path, seen: Seen) -> bool:
 
 
 def _sync_rollouts(store: Store, job_id: str, run: Path, seen: Seen, *, tidies: bool) -> bool:
-    """Index new and changed files of rollouts, and remove rows whose files are deleted.
+    """Index new and changed rollout files, and remove the rows of deleted files.
 
-    `tidies`: files that [retention] does not keep are deleted first.
+    If `tidies`, the files that [retention] does not keep are deleted first.
     """
     retention = read_retention(run)
     files = rollout_files(run)
@@ -106,7 +107,7 @@ def _sync_rollouts(store: Store, job_id: str, run: Path, seen: Seen, *, tidies: 
         try:
             batch.append((file, read_index(file.path)))
         except FileNotFoundError:
-            continue  # deleted just now: the next sync sees that
+            continue  # deleted just now: the next sync removes its rows
         except RunDirectoryError as error:
             problems.append(error)
         if sum(len(rows) for _, rows in batch) >= _AT_ONCE:
@@ -121,7 +122,7 @@ def _sync_rollouts(store: Store, job_id: str, run: Path, seen: Seen, *, tidies: 
 
 
 def _put(store: Store, job_id: str, files: Sequence[tuple[RolloutFile, list[dict[str, Any]]]]) -> None:
-    """Replace the stored index of some files."""
+    """Replace the stored rows of some files; each file comes with its new rows."""
     with store.write() as connection:
         job = job_number(connection, job_id, lock=True)
         _remove(connection, job, [file.name for file, _ in files])

@@ -1,6 +1,6 @@
-"""Every table. Migrations (migrations/versions) create them; a test compares the two.
+"""Defines all tables of the store. The migrations create the tables; a test compares both definitions.
 
-JOBS is the only copy of a job. The other tables index run directories: the next sync fills them again.
+Jobs are stored only in JOBS. The other tables index run directories; if they are lost, a sync fills them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,12 +36,12 @@ _WHOLE_NUMBERS = range(-(2**31), 2**31)  # the integers of a PostgreSQL column; 
 
 
 def fits(number: int) -> bool:
-    """Return whether an integer column can hold the number; a query with a larger one fails."""
+    """Return whether an integer column can hold the number; a query with any other number would fail."""
     return number in _WHOLE_NUMBERS
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A moment in UTC. SQLite stores no time zone and would return a naive datetime."""
+    """A column of times in UTC. SQLite stores no time zone; without this type it would return naive times."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -58,9 +58,10 @@ class UtcDateTime(TypeDecorator[datetime]):
 
 
 class AnyText(TypeDecorator[str]):
-    """Text that both databases accept: PostgreSQL refuses NUL, and both refuse half a surrogate pair.
+    """A text column that accepts every string, although both databases refuse some characters.
 
-    A replacement character takes the place of each. The files of the run keep the original text.
+    PostgreSQL refuses NUL, which is stored as U+FFFD. Both databases refuse lone surrogates, which are stored
+    as `?`. The files of the run keep the original text.
     """
 
     impl = Text
@@ -73,7 +74,7 @@ class AnyText(TypeDecorator[str]):
         return whole.encode("utf-8", "replace").decode("utf-8")
 
 
-# Names for all, so that a migration can drop or change them in both databases.
+# Names for all indexes and constraints, so that a migration can drop or change them in both databases.
 METADATA = MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -86,7 +87,7 @@ _TYPES: Mapping[Any, Any] = {int: Integer, float: Double, str: AnyText, datetime
 
 
 def _columns(row: type, *, without: str, **options: Mapping[str, Any]) -> Iterator[Column[Any]]:
-    """Yield a column for each field of a row's class except `without`, with further `options` by name."""
+    """Yield a column for each field of the class `row` except `without`, with the `options` of its name."""
     for name, hint in get_type_hints(row).items():
         if name == without or name.startswith("_") or get_origin(hint) is ClassVar:
             continue
@@ -117,7 +118,7 @@ JOBS = Table(
 )
 
 # The files of run directories that the store has indexed. For metrics.jsonl, `size` counts bytes of whole
-# lines (metrics.Mark); a Parquet file of rollouts was indexed at this size and time.
+# lines (metrics.Mark). For a Parquet file of rollouts, size and time are those at which it was indexed.
 SYNCED_FILES = Table(
     "synced_files",
     METADATA,
@@ -157,7 +158,7 @@ COUNTED = ("stage", "policy", "status", "failure_code", "stop_reason", "iteratio
 
 
 def job_number(connection: Connection, job_id: str, *, lock: bool = False) -> int:
-    """Return the number of a job; `lock` locks the job until the transaction ends."""
+    """Return the number of a job. If `lock`, the job stays locked until the transaction ends."""
     query = select(JOBS.c.number).where(JOBS.c.id == job_id)
     number: int | None = connection.scalar(query.with_for_update() if lock else query)
     if number is None:

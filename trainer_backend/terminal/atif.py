@@ -1,7 +1,7 @@
-"""A stored rollout as a trajectory in ATIF, the Agent Trajectory Interchange Format. Pure.
+"""Converts a stored rollout to a trajectory in ATIF, the Agent Trajectory Interchange Format. Pure functions.
 
-A step is a message (`source`: "system", "user" or "agent") and occurs once. A decision is an agent step with
-the results of its calls, the exact tokens of its model call, and its rewards and credit in `extra`.
+Each message becomes one step, whose `source` is "system", "user" or "agent". A decision is an agent step with
+the results of its tool calls, the exact tokens of its model call, and in `extra` its rewards and credit.
 
 Source: ATIF v1.7, https://harborframework.com/docs/trajectory-format, RFC 0001 of harbor-framework/harbor;
 field names after harbor 0.25.0, harbor/models/trajectories.
@@ -28,9 +28,9 @@ _CREDIT = ("reward", "return_to_go", "value", "advantage")
 
 
 def make_atif(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> Json | None:
-    """Convert the trajectory of a rollout; None without one.
+    """Convert a rollout to an ATIF document; return None if the rollout has no trajectory.
 
-    `credits` are the stored columns of each decision, from `read_credits`.
+    `credits` are the stored credit columns of each decision, from `read_credits`.
     """
     trajectory = rollout.trajectory
     if trajectory is None:
@@ -87,11 +87,11 @@ def _document(rollout: Rollout, trajectory: Trajectory, told: list[Json], steps:
 
 
 def _agents(trajectory: Trajectory) -> list[list[StepData]]:
-    """Return the decisions of each agent of an episode, beginning with the agent of the first decision.
+    """Return the decisions of each agent of an episode; the agent of the first decision comes first.
 
-    Only a captured agent may call other agents. Calls whose prompts begin with the same message are of the
-    same agent, since an agent that shortens its conversation keeps the system prompt. The prompts of the
-    returned steps are relative to the agent's own previous decision.
+    Only a captured agent may call other agents. Decisions whose prompts begin with the same message belong to
+    the same agent, since an agent that shortens its conversation keeps the system prompt. In the returned
+    steps, `messages` and `messages_reused` are relative to the previous decision of the same agent.
     """
     if not (trajectory.env_name.startswith("agent:") or trajectory.env_name == "capture"):
         return [list(trajectory.steps)]
@@ -109,10 +109,11 @@ def _agents(trajectory: Trajectory) -> list[list[StepData]]:
 
 
 def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends: Sequence[StepData]) -> None:
-    """Add the other agents' documents to the first one. A result with an agent's answer names its document.
+    """Add the other agents' documents to the main document, and refer to each from a tool result.
 
-    Such a result is in a prompt after the answering agent's last decision (`ends`), so no two documents refer
-    to each other. A result that no prompt shows counts only in the first document.
+    A tool result refers to an agent's document if it equals the agent's last answer (from `ends`) and first
+    occurs in a prompt after that answer; so no two documents refer to each other. A result that no prompt
+    shows can refer to a document only if it is in the main document.
     """
     main["subagent_trajectories"] = list(others)
     for number, document in enumerate(others, start=1):
@@ -153,7 +154,7 @@ def _decision(
 
 
 def _call(call: ToolCall) -> Json:
-    """Convert a call; arguments that are no JSON object are kept as text in `extra`."""
+    """Convert a tool call. Arguments that are not a JSON object are kept as text in `extra`."""
     written = {"tool_call_id": call.id, "function_name": call.function.name}
     try:
         arguments = json.loads(call.function.arguments)
@@ -195,9 +196,9 @@ def _of_decision(step: StepData, credit: Mapping[str, Any]) -> Json:
 
 
 def _prompt_ids(steps: Sequence[StepData]) -> Iterator[list[int] | None]:
-    """Yield the whole prompt of each decision as ids; None if they are unknown.
+    """Yield the token ids of each decision's whole prompt, or None if they are unknown.
 
-    prompt_t = (prompt_{t-1} + response_{t-1})[:prompt_ids_reused], then prompt_token_ids
+    prompt_t = (prompt_{t-1} + response_{t-1})[:prompt_ids_reused] + prompt_token_ids
     """
     before: list[int] = []
     for step in steps:
@@ -212,22 +213,25 @@ def _prompt_ids(steps: Sequence[StepData]) -> Iterator[list[int] | None]:
 
 @dataclass(slots=True)
 class _Story:
-    """The steps of a document so far, and the step of each message of the last prompt."""
+    """Builds the steps of one agent's document, decision by decision."""
 
     steps: list[Json] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
     """The step_id of each message of the last prompt."""
     known: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    """The step_id of each known message, by `_key`."""
+    """The step_id of each message added so far, by `_key`."""
     last_answer: int = 0
     """The step_id of the last decision."""
     turn: float = 0.0
-    """Number of the decision whose prompt is being added; inf after the last decision."""
+    """The turn of the decision whose prompt is being added; inf after the last decision."""
     results: list[tuple[float, Json]] = field(default_factory=list)
-    """Every result, with the turn of the first prompt that shows it; inf: no prompt does."""
+    """Every tool result, with the turn of the first prompt that shows it, or inf if no prompt shows it."""
 
     def prompt(self, step: StepData) -> list[int] | None:
-        """Add a prompt's new messages; return the step_ids of its messages, or None if it has all steps."""
+        """Add the new messages of a decision's prompt.
+
+        Return the step_ids of the prompt's messages, or None if the prompt shows all steps so far.
+        """
         observation, self.turn = step.observation_data, step.turn
         goes_on = observation.messages_reused == len(self.prompt_ids)
         self.prompt_ids = self.prompt_ids[: observation.messages_reused]
@@ -243,7 +247,7 @@ class _Story:
         self.known[_key(read_answer(step))] = self.last_answer
 
     def end(self, steps: Sequence[StepData], history: Sequence[Message]) -> None:
-        """Add the messages after the last answer, and the results that no prompt shows."""
+        """Add the messages after the last answer, and the tool results that no prompt shows."""
         self.turn = inf
         if history:
             last = max(index for index, message in enumerate(history) if message.role == "assistant")
@@ -257,9 +261,9 @@ class _Story:
                 decision["observation"] = {"results": [self._noted(_result(sole, result))]}
 
     def _tell(self, messages: Sequence[Message], *, goes_on: bool) -> None:
-        """Add the new messages of a prompt; messages up to the last answer are context.
+        """Add the new messages of a prompt. Messages up to the last assistant message count as context.
 
-        `goes_on`: the prompt continues the last prompt; a leading answer is then the last decision's.
+        `goes_on`: the prompt continues the previous one, so a leading assistant message is the last decision.
         """
         roles = [message.role for message in messages]
         if goes_on and self.last_answer and roles[:1] == ["assistant"]:
@@ -271,7 +275,10 @@ class _Story:
             self.prompt_ids.append(self._told(message, is_context=index < context))
 
     def _told(self, message: Message, *, is_context: bool) -> int:
-        """Return the step_id of a message; add an unknown message as a step or a result."""
+        """Return the step_id of a message; first add the message, as a step or a tool result, if it is new.
+
+        Outside the context, a user or assistant message is new even if an equal one was added before.
+        """
         key = _key(message)
         if (is_context or message.role in ("system", "tool")) and key in self.known:
             return self.known[key]
@@ -287,7 +294,10 @@ class _Story:
         return self.known[key]
 
     def _as_result(self, message: Message) -> int:
-        """Add a result to the latest call with its id and no result yet; without such a call, as a step."""
+        """Add a tool result to the latest step with its call, and return the step_id of that step.
+
+        Without such a step, or if its call has a result already, add the result as a new step.
+        """
         for step in reversed(self.steps):
             if any(call["tool_call_id"] == message.tool_call_id for call in step.get("tool_calls", ())):
                 results = step.setdefault("observation", {"results": []})["results"]

@@ -1,4 +1,4 @@
-"""`turnwise import` stores saved captures as the rollouts of a run, to be read and credited, not trained."""
+"""`turnwise import` stores saved captures as a run, whose rollouts are read and credited, but not trained."""
 
 import os
 from collections import Counter
@@ -26,7 +26,7 @@ FIRST = 1
 
 
 def job_of_captures(name: str, overrides: Sequence[str]) -> LoadedJob:
-    """Make the default job of captures, with rewards by decision. Its model is never loaded."""
+    """Return the default job of imported captures, with rewards by decision. Its model is never loaded."""
     values = {
         "job": {"name": name},
         "model": {"preset": next(iter(PRESETS))},
@@ -37,19 +37,19 @@ def job_of_captures(name: str, overrides: Sequence[str]) -> LoadedJob:
 
 
 def import_captures(files: Sequence[Path], job: LoadedJob, path: Path) -> RunDirectory:
-    """Make a run of saved captures, each the JSON of GET /captures/{capture_id} or its `trajectory`.
+    """Create a run of saved captures. A file is the JSON of GET /captures/{capture_id} or its `trajectory`.
 
-    Captures with the same seed and the same first prompt are siblings of a group.
+    Captures with the same seed and the same first prompt become siblings of one group.
 
     Raises:
-        RunDirectoryError: a file has no ended capture, or two files have the same one; nothing was written.
+        RunDirectoryError: a file has no ended capture, or two have the same capture; nothing was written.
         CreditError: the job's rewards or estimator refuse a capture; nothing was written.
     """
     captures = [_read(file) for file in files]
     for number, file in enumerate(files):
         if (first := captures.index(captures[number])) < number:
             raise RunDirectoryError(f"{file} and {files[first]} hold the same capture")
-    # Credit comes before the run is created, since it may refuse captures; it does not depend on ids.
+    # Credit is computed before the run is created, since it may refuse captures. It ignores rollout ids.
     credits = job_parts.credit(job.config).credits(_rollouts(job.config.job.name, captures))
     run = create_run(job.config, path)
     run.mark_as_imported()

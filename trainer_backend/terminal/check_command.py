@@ -1,4 +1,4 @@
-"""`turnwise check` prints a job's own choices with their defaults, and tries the job at its own task app."""
+"""`turnwise check` prints a job's values that are not defaults, and tries the job at its own task app."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ from trainer_backend.terminal.templates import toml_value
 _TABLE = re.compile(r"\[+([^\]]+)\]+")
 _KEY = re.compile(r"([\w-]+) = ")
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?) ?(GiB|GB)", re.IGNORECASE | re.ASCII)
-# The column of defaults is right of all lines up to this length.
+# The comments with defaults begin to the right of all lines up to this length.
 _COLUMN = 44
 
 
@@ -39,7 +39,7 @@ MarkedLine = tuple[str, str]
 
 
 def own_choices(job: JobConfig) -> list[MarkedLine]:
-    """Write the values that differ from the defaults as TOML, which gives the same job.
+    """Return TOML with only the values that differ from the defaults; it describes the same job.
 
     Digests of files are left out: with them, the printed job would refuse files that are edited later.
     """
@@ -48,12 +48,15 @@ def own_choices(job: JobConfig) -> list[MarkedLine]:
 
 
 def whole_job(job: JobConfig) -> list[MarkedLine]:
-    """Write the job with every default filled in as TOML."""
+    """Return the TOML of the job with every default filled in."""
     return _marked(tomli.loads(dump_job(job)), dict(_other_defaults(job)))
 
 
 def _without_defaults(document: Mapping[str, Any], others: Container[str]) -> dict[str, Any]:
-    """Keep only the keys and optional tables in `others`, and tables with such keys."""
+    """Return the document with only those keys and optional tables whose dotted names are in `others`.
+
+    A table without such a key is left out, unless it is in a list of tables.
+    """
     rest: dict[str, Any] = {}
     for name, table in document.items():
         if isinstance(table, list):
@@ -69,7 +72,7 @@ def _without_defaults(document: Mapping[str, Any], others: Container[str]) -> di
 
 
 def _texts(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the TOML of each table; tomli_w alone would write a list of short tables as one inline value."""
+    """Yield the TOML of each table. Each item of a list of tables has a `[[header]]`, even a short one."""
     for name, tables in document.items():
         if isinstance(tables, list):
             for table in tables:
@@ -79,7 +82,7 @@ def _texts(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[MarkedLine]:
-    """Write TOML, with the default of each changed value in a column at the right."""
+    """Return the TOML as lines. Aligned comments show the default of each value that differs from it."""
     table, marks, headers = "", list[tuple[str, str]](), Counter[str]()
     for line in "\n".join(_texts(document)).splitlines():
         if header := _TABLE.fullmatch(line):
@@ -98,7 +101,7 @@ def _marked(document: Mapping[str, Any], defaults: Mapping[str, str]) -> list[Ma
 
 
 def card_bytes(text: str) -> int:
-    """Read the size of a GPU's memory: `24GiB`, `80 GB`."""
+    """Parse the size of a GPU's memory, such as `24GiB` or `80 GB`; return bytes."""
     size = _SIZE.fullmatch(text.strip())
     number = float(size[1]) if size else 0.0
     if size is None or not number:
@@ -111,11 +114,16 @@ def card_bytes(text: str) -> int:
 
 
 def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) -> Iterator[str]:
-    """Check rows, fixed policies, the model and the job's own task app, and yield lines about them.
+    """Check a job's data, fixed policies and model before a run; yield lines of text about the findings.
 
-    Lines also name settings that bias the gradient. JobError: the job cannot run. A `trial` starts the job's
-    own task app, which runs the job's task_plugins. `card` is the memory of a GPU, in bytes, for which the
-    job's memory is planned.
+    One line names the settings that bias the policy gradient.
+
+    Args:
+        trial: also try the job at its own task app, which executes the job's task_plugins.
+        card: the memory of a GPU, in bytes; if given, also plan the job's memory on this GPU.
+
+    Raises:
+        JobError: the job cannot run.
     """
     data = job_parts.data(job)
     yield from data.notes if data is not None else ()
@@ -145,13 +153,16 @@ def lines_before_a_run(job: JobConfig, *, trial: bool, card: int | None = None) 
 
 
 def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator[str]:
-    """Plan a job's memory on a CUDA GPU that this machine need not have; JobError: the job cannot fit."""
+    """Yield the plan of a job's memory on a CUDA GPU with `card` bytes, which this machine need not have.
+
+    Raises JobError if the job cannot fit.
+    """
     if job.model.device not in ("auto", "cuda"):
         yield f"the plan is that of model.device = 'cuda', and the job has {job.model.device!r}"
     from trainer_backend.learner.fit import report_for_card  # with torch, which takes seconds
     from trainer_backend.learner_parts import learner_config
 
-    # A prompt may be as long as an answer.
+    # Room for an answer, and for a prompt of the same length.
     shortest = 2 * job.rollout.max_tokens
     try:
         yield from report_for_card(learner_config(job), card, fixed, shortest=shortest)
@@ -160,7 +171,7 @@ def _plan_for_card(job: JobConfig, card: int, fixed: Sequence[Path]) -> Iterator
 
 
 def _refuse_unknown_to_model(job: JobConfig) -> None:
-    """Check layers and names against the model, if it is on this machine."""
+    """Refuse layers and chat settings that the model does not have, if the model is on this machine."""
     if job.lora is not None and not job.lora.adapts_all:
         from trainer_backend.learner.shapes import refuse_unknown_targets  # with torch
 
@@ -178,7 +189,7 @@ def _refuse_unknown_to_model(job: JobConfig) -> None:
 
 
 def _chat(job: JobConfig) -> Iterator[str]:
-    """Describe the model's chat template, if its tokenizer is on this machine; a preset's is not."""
+    """Describe the model's chat template, if its tokenizer is on this machine. Presets are skipped."""
     if job.model.preset is not None:
         return
     from trainer_backend.inference.chat_check import describe_chat  # with torch
@@ -193,7 +204,7 @@ def _chat(job: JobConfig) -> Iterator[str]:
 
 
 def _slow_sampling(job: JobConfig) -> Iterator[str]:
-    """Warn if this machine has a GPU on which Triton's kernels do not run."""
+    """Warn that sampling is slower, if Triton's kernels do not run on this machine's GPU."""
     if job.model.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
         return
     from trainer_backend.inference.paged_attention import why_no_kernels  # with torch
@@ -204,7 +215,7 @@ def _slow_sampling(job: JobConfig) -> Iterator[str]:
 
 
 def _slow_layers(job: JobConfig) -> Iterator[str]:
-    """Describe how a model is computed, and its slow layers, if it is on this machine."""
+    """Describe how the model is computed and which layers are slow, if its config is on this machine."""
     if job.model.preset is not None:
         return
     from trainer_backend.learner.device import place  # with torch
@@ -223,7 +234,7 @@ def _slow_layers(job: JobConfig) -> Iterator[str]:
 
 
 def _long_rows(job: JobConfig, data: DataSet) -> list[str]:
-    """Report rows that do not fit the model, if its tokenizer is on this machine."""
+    """Report rows of the data whose prompts are too long, if the model's tokenizer is on this machine."""
     prompts = FirstPrompts.of(job_parts.trial_planner(job, "check", data))
     if prompts is None:
         return []
@@ -249,10 +260,10 @@ async def _try_at_own_task_app(job: JobConfig, data: DataSet | None) -> list[str
 
 
 def _other_defaults(job: JobConfig) -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of each value that differs from its default, and the default.
+    """Yield the dotted key of each value that differs from its default, and the default as text.
 
-    In a list of tables the key has the table's number: `rollout_only.0.weight`. An optional table is also a
-    key: `warmup`.
+    In a list of tables the key contains the index of the table, as in `rollout_only.0.weight`. The name of an
+    optional table, such as `warmup`, is also yielded if the job has the table.
     """
     for name, field in JobConfig.model_fields.items():
         tables = getattr(job, name)

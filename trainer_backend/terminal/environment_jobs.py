@@ -1,7 +1,7 @@
-"""Values of a job for each environment: the rewards, and the settings with which a fresh small model learns.
+"""Values of a new job for each environment: the source of rewards, and settings that suit the model.
 
-`turnwise init` writes these values. A fresh model gets settings of configs/ with which a fresh model is known
-to learn. The link `configs` next to this file puts that folder into an installed package.
+`turnwise init` writes these values. A fresh small model gets the settings of a job in configs/, with which it
+is known to learn. The link `configs` next to this file puts that folder into an installed package.
 """
 
 import json
@@ -21,7 +21,7 @@ Values = dict[str, dict[str, Any]]
 
 
 def union(*parts: Values) -> Values:
-    """Return all tables of the parts; a key of a later part replaces the same key of an earlier one."""
+    """Merge the tables of all parts. A key of a later part replaces the same key of an earlier part."""
     whole: Values = {}
     for part in parts:
         for table, keys in part.items():
@@ -34,18 +34,18 @@ class EnvironmentJob:
     common: Values
     """Values for every model: the source of r_t, and whether the environment is a conversation."""
     fresh: Values | None
-    """Values for a fresh small model: a warm-up, short texts, and settings of RL. None: a fresh model cannot
-    learn in this environment."""
+    """Values for a fresh small model: a warm-up, short texts, and settings of RL. None means that a fresh
+    model cannot learn in this environment."""
     trained: Values = field(default_factory=dict)
-    """Values for a trained model, which reads and answers at length."""
+    """Values for a trained model, which reads and writes long texts."""
     files: Mapping[str, Callable[[], str]] = field(default_factory=dict)
-    """Example files next to the job, by name."""
+    """Functions that return the texts of example files next to the job, by file name."""
     of_files: Values = field(default_factory=dict)
-    """Values for every model, which name the files above."""
+    """Values for every model that refer to these files."""
 
 
 def read_config(name: str) -> Values:
-    """Return the values of a job of configs/ that are not defaults, without its name and its model."""
+    """Return the values of configs/NAME.toml that are not defaults, without the tables [job] and [model]."""
     document = tomli.loads((Path(__file__).parent / "configs" / f"{name}.toml").read_text(encoding="utf-8"))
     return {
         table: {
@@ -59,23 +59,23 @@ def read_config(name: str) -> Values:
 
 
 def environment_job(env: str) -> EnvironmentJob:
-    """Return a new job's values for an environment, its prefix, or its plug-in."""
+    """Return a new job's values for an environment: those for its name, for its prefix, or for a plug-in."""
     prefix, colon, _ = env.partition(":")
     return JOBS.get(env) or JOBS.get(prefix + colon) or _plugin_job(env)
 
 
-# Achievements pay, each to the decision that earned it.
+# A decision is rewarded for the achievements that it earned.
 _BY_ACHIEVEMENT: Values = {
     "training": {"step_rewards_enabled": True, "step_rewards_mode": "decision_stepwise"},
 }
-# The environment, or a conversation's interaction, pays each decision.
+# The environment, or a conversation's interaction, rewards each decision.
 _BY_ENVIRONMENT: Values = {
     "training": {"step_rewards_enabled": True, "step_rewards_mode": "env_sparse"},
 }
 _CONVERSATION = union(_BY_ENVIRONMENT, {"multi_turn": {"enable": True}})
 
-# A warm-up on random calls teaches the form of a call. While rewards are rare, an entropy bonus would unlearn
-# it.
+# A warm-up on random calls teaches the syntax of a call. While rewards are rare, an entropy bonus would make
+# the model forget it.
 _BY_CHANCE: Values = {
     "warmup": {
         "policy_name": "random", "episodes": 300, "epochs": 6, "batch_decisions": 32, "learning_rate": 3e-3,
@@ -90,7 +90,7 @@ _FOREIGN: Values = {
     "training": {key: value for key, value in _FROZEN_LAKE["training"].items() if key != "row_tokens"},
     "algorithm": _FROZEN_LAKE["algorithm"],
 }
-# For a trained model, a server's answers to all calls form a conversation. A small model gets the last only.
+# The prompt shows a trained model a server's answers to all calls, and a small model only the last answer.
 _SERVER = EnvironmentJob(
     common=_BY_ENVIRONMENT,
     fresh=union(_FOREIGN, {"rollout": {"env_config": {"prompts": "fresh", "instructions": ""}}}),
@@ -118,7 +118,7 @@ _DIALOGUE = EnvironmentJob(
 )  # fmt: skip
 
 
-# By name; a key that ends in a colon is the prefix of all environments of a kind.
+# By the name of the environment; a key that ends in a colon is the prefix of all environments of a kind.
 JOBS: Mapping[str, EnvironmentJob] = {
     "babyai": EnvironmentJob(_BY_ACHIEVEMENT, read_config("babyai")),
     "crafter": EnvironmentJob(_BY_ACHIEVEMENT, read_config("crafter_cpu")),
@@ -143,10 +143,10 @@ JOBS: Mapping[str, EnvironmentJob] = {
 
 
 def _plugin_job(env: str) -> EnvironmentJob:
-    """Return values for the environment of an installed package.
+    """Return values for an environment of an installed package, which is rewarded by achievement.
 
-    A package of `turnwise new env` has a teacher with a fixed name. The environment may have no achievements;
-    then `turnwise check` warns that nothing is paid.
+    The warm-up imitates the policy `{env}_teacher`, which packages of `turnwise new env` contain, or else a
+    random policy. If the environment has no achievements, `turnwise check` warns that there are no rewards.
     """
     teacher = f"{env}_teacher"
     if teacher not in find_entry_points("turnwise.policies").names:

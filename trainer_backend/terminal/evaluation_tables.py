@@ -1,4 +1,4 @@
-"""The figures of `turnwise eval` and `turnwise compare` for a terminal."""
+"""Tables with the figures of `turnwise eval` and `turnwise compare`, for a terminal."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -15,7 +15,7 @@ _ROWS = 10
 
 
 def tables(result: EvaluationResult) -> Group:
-    """Return all figures, the result last."""
+    """Return the tables of an evaluation. The table with the result comes last, where it stays visible."""
     details: list[RenderableType] = []
     if result.unique:
         rates = sorted(result.rates.items(), key=lambda item: (-item[1].mean, item[0]))
@@ -29,7 +29,7 @@ def tables(result: EvaluationResult) -> Group:
 
 
 def _figures(result: EvaluationResult) -> Iterator[tuple[str, str]]:
-    """Yield the result; the figures that papers compare come first."""
+    """Yield the name and the text of each figure; the figures that papers compare come first."""
     yield from _result(result)
     lost = f", {result.lost} more lost: in no figure" if result.lost else ""
     each = f" of {result.outcome.count} worlds, {result.repeats} each" if result.repeats > 1 else ""
@@ -78,7 +78,7 @@ def _turns(result: EvaluationResult) -> Table:
 
 
 def _worst_rows(result: EvaluationResult) -> list[RenderableType]:
-    """Return the rows of a data set with the lowest outcomes; the JSON has all rows."""
+    """Return a table of the data set's rows with the lowest outcomes. The JSON output contains all rows."""
     if not result.rows:
         return []
     worst = sorted(result.rows.items(), key=lambda item: item[1])[:_ROWS]
@@ -92,14 +92,14 @@ def _counts(items: Iterable[tuple[str, int]]) -> str:
 
 
 def _bounds(interval: Interval, form: str) -> str:
-    """Return `6.88 to 7.96`, or an empty text without bounds."""
+    """Format an interval as `6.88 to 7.96`; return an empty string if it has no bounds."""
     if interval.low is None or interval.high is None:
         return ""
     return f"{form.format(interval.low)} to {form.format(interval.high)}"
 
 
 def comparison_table(sides: Sequence[Story]) -> Group:
-    """Return the last evaluations, the differences to the first run, and the settings that differ."""
+    """Return tables of each run's last evaluation, differences to the first run, and settings that differ."""
     names = [side.name for side in sides]
     settings = [(key, *values) for key, values in setting_differences(sides)]
     return Group(
@@ -111,9 +111,10 @@ def comparison_table(sides: Sequence[Story]) -> Group:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Make a table whose cells are folded, not cut, in a narrow terminal, since only their ends may differ.
+    """Make a table. In a narrow terminal its cells are wrapped, because cut cells might look equal.
 
-    Cells are Text, because rich reads brackets in strings as markup. Without column names there is no header.
+    Cells are Text, because rich reads brackets in strings as markup. If all column names are empty, the table
+    has no header.
     """
     table = Table(box=None, pad_edge=False, show_header=any(columns))
     for column in columns:

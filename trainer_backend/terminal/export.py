@@ -1,4 +1,7 @@
-"""`turnwise export`: converts a run directory to a file or folder, written aside and then renamed."""
+"""`turnwise export` converts a run directory to a file or folder.
+
+The output is written under a temporary name and renamed when it is complete.
+"""
 
 import json
 import os
@@ -29,13 +32,13 @@ DEFAULT_STAGES = ("train", "warmup")
 STAGES = (*DEFAULT_STAGES, "branches", "evaluation", "prompts")
 
 
-# Rows of messages for supervised training, or a file of ATIF for each episode.
+# Rows of messages for supervised training, or an ATIF file for each episode.
 FORMS = MESSAGES, ATIF = ("messages", "atif")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A filter of episodes. Absent fields do not filter."""
+    """Conditions that an exported episode must all meet. An absent field is no condition."""
 
     stages: Sequence[str] = DEFAULT_STAGES
     min_reward: float | None = None
@@ -43,7 +46,7 @@ class Choice:
     achievements: Sequence[str] = ()
     """The episode must have unlocked all of these."""
     policy: str | None = None
-    """The last part of the model's name, or the policy's name."""
+    """The model's name after its last slash, or the policy's name if no model played."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.stages) - set(STAGES))
@@ -52,7 +55,7 @@ class Choice:
 
 
 def why_not(choice: Choice, rollout: Rollout) -> str | None:
-    """Return the option that excludes an episode, or None."""
+    """Return why an episode is not exported, such as `--min-reward`, or None if it is exported."""
     trajectory = rollout.trajectory
     if trajectory is None:
         return f"not finished ({rollout.failure.code if rollout.failure else rollout.status})"
@@ -71,9 +74,9 @@ class ExportResult:
     rows: int
     episodes: int
     skipped: Counter[str]
-    """Excluded episodes by cause."""
+    """Number of excluded episodes by cause."""
     unit: str = "rows"
-    """The word for what `rows` counts."""
+    """The name of what `rows` counts, "rows" or "files", for the printed result."""
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} {cause}" for cause, count in self.skipped.most_common())
@@ -115,10 +118,10 @@ Put = Callable[[Rollout, Sequence[Mapping[str, Any]]], int]
 
 
 def export_run(run: RunDirectory, to: Path, choice: Choice, *, form: str = MESSAGES) -> ExportResult:
-    """Write the selected episodes of a run. Memory holds only one iteration's episodes at a time.
+    """Write the selected episodes of a run. Memory holds the episodes of only one iteration at a time.
 
     Args:
-        to: for rows of messages x.jsonl, x.parquet, or a new folder for `datasets.load_dataset`; for ATIF a
+        to: for rows of messages, x.jsonl, x.parquet, or a new folder for `datasets.load_dataset`; for ATIF, a
             new folder.
     """
     if to.exists():
@@ -181,7 +184,7 @@ def _export(run: RunDirectory, choice: Choice, put: Put) -> ExportResult:
 
 
 def _read_file(path: Path) -> tuple[list[Rollout], dict[str, list[dict[str, Any]]]]:
-    """Return the rollouts of a file, and the columns of their decisions by id."""
+    """Return the rollouts of a file, and the credit columns of their decisions by rollout id."""
     try:
         rollouts = read_rollouts(path)
         ids = [rollout.rollout_id for rollout in rollouts]
@@ -201,7 +204,7 @@ def _put_lines(file: TextIO, rollout: Rollout, credits: Sequence[Mapping[str, An
 
 
 def _put_document(folder: Path, rollout: Rollout, credits: Sequence[Mapping[str, Any]]) -> int:
-    """Write a file for the rollout. Its name is the id with + in place of /; no id contains +."""
+    """Write the ATIF file of a rollout; return 1. Its name is the rollout id with `+` instead of `/`."""
     document = json.dumps(make_atif(rollout, credits), ensure_ascii=False, allow_nan=False)
     path = folder / f"{rollout.rollout_id.replace('/', '+')}.json"
     path.write_text(document + "\n", encoding="utf-8")
@@ -238,7 +241,7 @@ def _flat(row: Row) -> Row:
 
 
 def _clear(aside: Path) -> None:
-    """Remove the remains of a killed export."""
+    """Remove the temporary output, which a killed export may have left."""
     if aside.is_dir():
         shutil.rmtree(aside)
     aside.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """`python -m trainer_backend.terminal.job_process RUN_DIRECTORY`: train one job for a trainer service.
 
-It starts the run or continues it from the newest checkpoint. Standard input is a pipe from the service: when
-it closes, this process ends at once. After SIGTERM it saves finished work and ends. It reports by its exit
-code (rundir/state.py) and by the files of the run directory.
+The process starts the run, or continues it from the newest checkpoint. Standard input is a pipe from the
+service: when the pipe closes, the process ends at once. After SIGTERM it saves finished work and ends. It
+reports by its exit code (rundir/state.py) and by the files of the run directory.
 """
 
 import faulthandler
@@ -30,14 +30,14 @@ from trainer_backend.terminal.train_command import RunPlan, train_one
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, and return the exit code."""
+    """Train the run in the directory `arguments[0]`, and return the exit code."""
     faulthandler.enable()  # reports a crash, such as a SIGSEGV in a library, in process.log
     # Wide, because table rows in logs must not be folded.
     console = TextConsole(width=200, force_terminal=False)
     try:
         directory = open_run(Path(arguments[0]))
         loaded = directory.job_with(())
-        # `resume` also at the first start: without a checkpoint the run begins, and a failure's log is kept.
+        # `resume` even at the first start: without a checkpoint the run begins; a failed run keeps its log.
         plan = RunPlan(loaded, directory, resume=True)
         with LastingStreams.opened() as streams:
             finished = train_one(console, plan, streams, report=True)
@@ -55,12 +55,12 @@ def main(arguments: Sequence[str]) -> int:
 def _print_error(text: str) -> None:
     try:
         print(f"{ERROR}{text}", file=sys.stderr, flush=True)
-    except OSError:  # a full disk, which the exit code reports unless a buffer fails to be written at exit
+    except OSError:  # a full disk; if buffers could not be written at exit, the exit code would change
         for number in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    gc.freeze()  # else a last garbage collection searches all of torch for a second
+    gc.freeze()  # otherwise a last garbage collection would search all of torch for a second
     raise SystemExit(code)

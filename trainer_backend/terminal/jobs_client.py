@@ -1,4 +1,4 @@
-"""The terminal's client of a trainer service."""
+"""The HTTP client of a trainer service, for the terminal's commands."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -31,18 +31,18 @@ DEFAULT_URL = "http://127.0.0.1:8100"
 _TIMEOUT_S = 30.0
 # Maximum silence of an event stream, which sends something every 15 s.
 _SILENCE_S = 60.0
-# A page of jobs has some 100 kB, and a job's TOML at most the service's limit of a body, 1 MiB by default.
+# A page of jobs has about 100 kB, and a job's TOML at most the service's limit for bodies, 1 MiB by default.
 _MOST_REPLY_BYTES = 32 << 20
 
 
 class ServiceRefused(TrainerError, code="service_refused", status=400, title="The trainer service refused"):
-    """The service refused a request; the message is its own."""
+    """The service refused a request; the message is the service's."""
 
 
 class ServiceUnreachable(
     TrainerError, code="service_unreachable", status=502, title="The trainer service does not answer"
 ):
-    """No trainer service answers."""
+    """Nothing answers at the address, or the reply is not that of a trainer service."""
 
 
 class _Progress(StrictReply):
@@ -102,7 +102,7 @@ _EVENTS: dict[str, type[StrictReply]] = {
 
 
 class Event(NamedTuple):
-    """An event of a stream; `identity` is the id after which a reader continues, or None."""
+    """An event of a stream. `identity` is its id, after which a new request can continue, or None."""
 
     name: str
     data: dict[str, Any]
@@ -111,13 +111,12 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobsClient:
-    """A client of one trainer service.
-
-    A reply, or a line of an event stream, beyond `most_reply_bytes` is an error.
+    """An HTTP client of one trainer service.
 
     Raises (every method):
-        ServiceRefused: with the service's message.
-        ServiceUnreachable: no trainer service answers.
+        ServiceRefused: the service refused the request.
+        ServiceUnreachable: no trainer service answers, or a reply or a line of an event stream is longer than
+            `most_reply_bytes`.
     """
 
     url: str
@@ -125,7 +124,7 @@ class JobsClient:
     most_reply_bytes: int = _MOST_REPLY_BYTES
 
     def get(self, path: str, kind: type[StrictReply] = StrictReply, **query: Any) -> Any:
-        """Return a reply as plain JSON, which has at least the fields of `kind`."""
+        """Return a reply as plain JSON, after checking that it has at least the fields of `kind`."""
         return self._read(kind, self._ask("GET", path, params=query), path)
 
     def text(self, path: str) -> str:
@@ -146,7 +145,7 @@ class JobsClient:
         self._ask("DELETE", path, params=query)
 
     def events(self, path: str, *, after: str | None = None) -> Iterator[Event]:
-        """Yield the events after a position, until the service ends the stream."""
+        """Yield the events after the event with the id `after`, until the service ends the stream."""
         query = {} if after is None else {"after": after}
         with self._answer(_SILENCE_S, "GET", path, params=query) as answer:
             name, identity = "", None
@@ -174,7 +173,7 @@ class JobsClient:
 
     @contextmanager
     def _answer(self, timeout_s: float, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
-        """Send a request; convert errors of the connection, also while the answer is read."""
+        """Send a request and yield its open response. Convert HTTP errors, even while the body is read."""
         key = key_from_environ(self.environ, TRAINER_KEY)
         keys = {"X-API-Key": key.get_secret_value()} if key is not None else {}
         client = plain_client(base_url=self.url, timeout=timeout_s, headers=keys, verify=_certificates())
@@ -228,10 +227,10 @@ class JobsClient:
 
 @cache
 def _certificates() -> SSLContext:
-    """Return a TLS context with the trusted certificates; reading them takes 20 ms."""
+    """Return a TLS context with the trusted certificates, cached because reading them takes 20 ms."""
     return httpx.create_ssl_context()
 
 
 def client_for(url: str | None, environ: Mapping[str, str] = os.environ) -> JobsClient:
-    """Return a client for the service at --url, TURNWISE_URL, or on this machine."""
+    """Return a client for the service at `url`, or else at TURNWISE_URL, or else on this machine."""
     return JobsClient((url or environ.get(URL_VARIABLE) or DEFAULT_URL).rstrip("/"), environ)

@@ -1,4 +1,4 @@
-"""`turnwise jobs …`: commands for a trainer service anywhere, and `--follow` until a job has ended."""
+"""`turnwise jobs …`: commands for a trainer service on any machine."""
 
 import json
 import time
@@ -203,15 +203,15 @@ def _iteration(job: dict[str, Any]) -> str:
     return f"{progress.get('iteration', 0)}" + (f"/{total}" if total else "")
 
 
-# Waits between attempts to reach a stopped service. Long enough for a service that lets its jobs save and
-# restarts.
+# Seconds between attempts to reach a service that has stopped. In total they suffice for a service that lets
+# its jobs save and then restarts.
 _WAITS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 60.0)
 
 
 def follow(
     client: "JobsClient", job: str, out: Console, err: Console, *, sleep: Callable[[float], None] = time.sleep
 ) -> str:
-    """Print events; return the job's final state, or `deleted`."""
+    """Print the events of a job until it ends; return its final state, or `deleted`."""
     from trainer_backend.store.rows import ENDED
     from trainer_backend.terminal.jobs_client import ServiceUnreachable
 

@@ -1,4 +1,4 @@
-"""Output and arguments of several commands; text is shown literally, also `[data]`."""
+"""Output and arguments that several commands share. All text is shown literally, even `[data]`."""
 
 import errno
 import os
@@ -28,36 +28,36 @@ class TextConsole(Console):
         super().__init__(markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render like rich, but escape all text, also of tables and live displays."""
+        """Render as rich does, but escape control sequences in all text, even in tables and live displays."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 class LiteralHelp(TyperGroup):
-    """The root of a command line. Its help is shown literally, since typer would read `[data]` as markup."""
+    """A command line's root, whose help is shown literally, since typer would read `[data]` as markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if getattr(typer.core, "HAS_RICH", True):  # TYPER_USE_RICH=0 shows backslashes
+        if getattr(typer.core, "HAS_RICH", True):  # with TYPER_USE_RICH=0 the escapes would be shown
             _escape_help(self)
 
 
 def _escape_help(item: Any) -> None:
-    """Escape the help of a command or option, and of its parts."""
+    """Escape the help of a command or option, and of its parameters and subcommands."""
     item.help = getattr(item, "help", None) and escape(item.help)
     for part in (*getattr(item, "params", ()), *getattr(item, "commands", {}).values()):
         _escape_help(part)
 
 
 GONE = "the terminal is gone, or what read its lines: from here on they are in run.log alone"
-# A full disk may have space for later lines.
+# Errors of a full disk, which may have space again for later lines.
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class LastingStreams:
-    """stdout and stderr of a command that continues when the terminal, or the reader of its pipe, is gone.
+    """Keeps stdout and stderr usable when the terminal, or the reader of the pipe, is gone.
 
-    Output is then dropped, because a run must not end for want of a terminal. Any thread may print.
+    Output is then dropped, so that a run does not end because its terminal was closed. Any thread may print.
     """
 
     def __init__(self) -> None:
@@ -87,19 +87,19 @@ class LastingStreams:
                 sys.stdout, sys.stderr = before
 
     def when_lost(self, call: Callable[[], object]) -> None:
-        """Call the function when a stream is lost, or now if one is. It replaces an earlier function."""
+        """Call `call` once a stream is lost, or now if one is lost already. It replaces an earlier `call`."""
         self._calls[:] = [call]
         if self._is_lost:
             self.lose()
 
     def lose(self) -> None:
         self._is_lost = True
-        with suppress(IndexError):  # another thread was quicker
+        with suppress(IndexError):  # another thread has taken the function
             self._calls.pop()()
 
 
 class _LastingStream:
-    """A stream whose writes never fail; other attributes are the stream's own."""
+    """A stream whose writes and flushes never fail; other attributes are those of the wrapped stream."""
 
     def __init__(self, stream: TextIO, nothing: TextIO, lose: Callable[[], None]) -> None:
         self._stream, self._nothing, self._lose = stream, nothing, lose
@@ -130,12 +130,12 @@ class _LastingStream:
 
 
 def write(text: str) -> None:
-    """Write text to stdout: unchanged to a file or pipe, escaped to a terminal."""
+    """Write text to stdout. Control characters are escaped only if stdout is a terminal."""
     print(visible(text) if sys.stdout.isatty() else text, end="")
 
 
 def tell(console: Console, line: str) -> None:
-    """Print one line, however long."""
+    """Print one line of any length without wrapping it."""
     console.print(Text(line), soft_wrap=True)
 
 
@@ -145,7 +145,7 @@ def warn(console: Console, loaded: "LoadedJob") -> None:
 
 
 def format_line(line: Mapping[str, str]) -> str:
-    """Format a line of a log from a trainer service, with its time if it has one."""
+    """Format a log line from a trainer service; if it has a time, the time comes first."""
     return f"{line['time'][:19]}  {line['text']}" if line["time"] else line["text"]
 
 
@@ -158,7 +158,7 @@ Overrides = Annotated[
         help="table.key=value, the value in TOML; {} removes a key or a table; may be repeated",
     ),
 ]
-# Help of the commands in `trainer_commands`, which need not be imported for it.
+# Help of the commands in `trainer_commands`. It is here so that showing it does not import that module.
 TRAINER_COMMANDS = {
     "trainer": "Serve jobs over HTTP, with the dashboard: each job in a process of its own; Ctrl-C ends it.",
     "backup": "Write a trainer service's jobs and all run directories to a tar file, also while it runs.",

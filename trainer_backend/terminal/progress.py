@@ -24,16 +24,19 @@ _SILENT_S = 60.0  # without a terminal, the stage is printed after this time wit
 
 
 class ConsoleReporter:
-    """A `parts.Reporter` for a console; use it as a context manager. `clock` returns seconds."""
+    """Prints the progress of a run to a console. `clock` returns seconds.
+
+    This is a `parts.Reporter`, and a context manager that shows the live line.
+    """
 
     def __init__(
         self, console: Console, iterations: int | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console, self._iterations, self._clock = console, iterations, clock
         self._start_s = self._printed_s = clock()
-        self._pace = Pace(clock)  # for the live line; lines come in words
+        self._pace = Pace(clock)  # for the live line; other lines arrive as finished text
         self._titles: list[str] = []
-        self._widths: list[int] = []  # of the columns, which grow with their numbers
+        self._widths: list[int] = []  # of the columns; a column becomes wider if a number needs it
         self._rows_since_head = 0
         self._stage = ("", 0, 1)
         self._live = (
@@ -79,7 +82,7 @@ class ConsoleReporter:
         self, name: str, *, role: ProcessRole, state: str, version: int | None = None, word: str = "",
         host: str = "",
     ) -> None:  # fmt: skip
-        """Show nothing, since `say` also reports lost processes."""
+        """Show nothing, since lost processes are also reported by `say`."""
 
     def _print(self, line: Text) -> None:
         self._printed_s = self._clock()
@@ -124,8 +127,8 @@ class ConsoleReporter:
 def closing_lines(story: Story) -> list[str]:
     """Summarise a run: the first and the last evaluation, their difference, and the best checkpoint.
 
-    The last evaluation is the result. The best one is selected on its own worlds, which biases its figure
-    upwards; it comes last, with a note.
+    The last evaluation is the result. The best checkpoint comes last, with a note: it was selected by the
+    same evaluations that its figure comes from, which biases the figure upwards.
     """
     evaluations, best = story.evaluations, story.best_evaluation
     if not evaluations:

@@ -1,9 +1,9 @@
-"""Rows for supervised training: every answer that is worth imitating is in exactly one row. Pure.
+"""Makes rows for supervised training. Each answer worth imitating is learned in exactly one row.
 
-A row is a prompt of the model with its answer: `messages` as in chat completions. Decisions whose prompts
-continue one another share the last one's row. A fresh prompt begins a new row: every prompt in Crafter, and a
-conversation's prompt after an edit. An assistant message has `weight` 1 if it is to be learned, and 0
-if another row has it or if it was refused; services of fine-tuning read this key.
+A row is a prompt of the model with its answer, as chat `messages`. Decisions share a row while each prompt
+continues the previous prompt and its answer. Any other prompt begins a new row: every prompt in Crafter, and
+a conversation's prompt after a context edit. An assistant message has `weight` 1 if it is to be learned. It
+has 0 if it is learned in another row, or not worth imitating. Fine-tuning services read this key.
 
 Source: names of the row, synth_task_app.md section 5.3b; `weight`, OpenAI's chat format for fine-tuning.
 """
@@ -23,7 +23,10 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class _View:
-    """The material of a row: a growing prompt, and the decisions of its answers by message index."""
+    """The material of one row. `prompt` grows with each decision that continues it.
+
+    `answers` maps the index of each earlier answer in `prompt` to its decision.
+    """
 
     prompt: tuple[Message, ...]
     steps: list[StepData]
@@ -31,7 +34,7 @@ class _View:
 
 
 def make_rows(rollout: Rollout, credits: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
-    """Return the rows of a rollout; empty for a failed one, or one without good decisions.
+    """Return the rows of a rollout: none if it failed, or if no decision is worth imitating.
 
     `credits` are the stored columns of each decision.
     """
@@ -78,7 +81,7 @@ def _messages(view: _View) -> list[Row]:
     ]
     messages.append(_message(read_answer(view.steps[-1]), learn=worth_imitating(view.steps[-1])))
     end = max(index for index, message in enumerate(messages) if message.get("weight"))
-    return messages[: end + 1]  # later messages teach nothing
+    return messages[: end + 1]  # no later message is to be learned
 
 
 def _message(message: Message, *, learn: bool) -> Row:
@@ -93,9 +96,9 @@ def _metadata(
     all_deltas: Mapping[int, DecisionRewards],
     turns: Sequence[int],
 ) -> Row:
-    """Return metadata of the learned decisions: `turns`, their achievements, and their total reward.
+    """Return the metadata of a row whose learned decisions are `turns`, such as their total reward.
 
-    `credits` and `all_deltas` are by turn.
+    The keys of `credits` and `all_deltas` are turns.
     """
     rewards = [credits.get(turn, {}).get("reward") for turn in turns]
     deltas = [all_deltas[turn] for turn in turns]

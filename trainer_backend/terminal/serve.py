@@ -18,15 +18,15 @@ from trainer_backend.processes.policy_server import FolderPolicy, PolicyServer
 from trainer_backend.run.stopping import stop_on_signals
 from trainer_backend.rundir.checkpoint_paths import find_run, model_in
 
-# The longest context for a folder without a job; the memory of the cache grows with it.
+# The longest context of a model folder without a job. The memory of the KV cache grows with this number.
 _LONGEST = 8192
 
 
 def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str]) -> tuple[LoadedJob, Path]:
-    """Convert the arguments of the command to a job and the folder of the model.
+    """Return the job and the model folder that the arguments of the command describe.
 
-    `folder` is a run (its best checkpoint), a checkpoint, or a model folder. Without `job_path` the job is
-    the run's, or for a model folder one with every default.
+    `folder` is a run (whose best checkpoint is served), a checkpoint, or a model folder. Without `job_path`,
+    the job is that of the run, or for a model folder one with default values.
     """
     run = find_run(folder)
     if job_path is not None or run is not None:
@@ -49,10 +49,10 @@ async def serve(
     *,
     structured_output: StructuredOutput,
 ) -> None:
-    """Serve `{job}/actor` until stopped; `say` receives lines for the user.
+    """Serve the model in `folder` as `{job}/actor` until stopped; `say` receives lines for the user.
 
-    Callers must send the key; without a key, only this machine may call. `structured_output` says whether
-    requests with a response_format are refused, since no grammar is enforced.
+    Callers must send `key`. It may be None if only this machine can reach the address. No grammar is
+    enforced: `structured_output` says whether a response_format is refused or ignored.
     """
     refused = {RESPONSE_FORMAT} if structured_output is StructuredOutput.REJECT else set()
     # Reserve the port first: if it is taken, the weights need not be read.

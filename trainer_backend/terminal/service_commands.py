@@ -13,7 +13,7 @@ from trainer_backend.terminal.output import TRAINER_COMMANDS, Overrides, TextCon
 _out = TextConsole()
 _err = TextConsole(stderr=True)
 
-# Another command line, whose settings need pydantic, parses the arguments, also `--help`.
+# Another command line parses the arguments, even `--help`, because its settings need pydantic.
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -46,7 +46,7 @@ def serve_model(
     overrides: Overrides = None,
 ) -> None:
     """Serve a model to any OpenAI client: chat completions with tools; Ctrl-C ends it."""
-    tell(_out, f"turnwise serve {folder}")  # torch takes seconds
+    tell(_out, f"turnwise serve {folder}")  # printed before torch is imported, which takes seconds
     import asyncio
 
     from shared_schemas.urls import is_loopback

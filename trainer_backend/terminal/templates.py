@@ -33,7 +33,7 @@ from trainer_backend.job.tables import table_model
 from trainer_backend.rundir.files import write_errors
 from trainer_backend.terminal.environment_jobs import JOBS, Values, environment_job, union
 
-# Keys to show, by table; other tables show every key.
+# The keys that a new job shows, by table. A table that is not listed here shows every key.
 COMMON: Mapping[str, tuple[str, ...]] = {
     "services": ("task_url", "task_plugins", "iteration_timeout_s"),
     "inference": ("max_running", "max_model_len"),
@@ -53,19 +53,19 @@ COMMON: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-_LONGEST_ENV = 100  # characters of a refused name in a message
+_LONGEST_ENV = 100  # maximum number of characters of a refused name in a message
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of the command: an environment, and a preset or a model (a folder, or a name)."""
+    """The user's choices for a new job: an environment, and a preset or a model (a folder, or a name)."""
 
     env: str = "crafter"
     preset: str | None = None
     model: str | None = None
 
     def values(self) -> Values:
-        """Return the keys that the file sets, by table."""
+        """Return the values that the job file sets, by table and key."""
         if self.preset and self.model:
             raise JobError(f"turnwise init: give --preset {self.preset} or --model {self.model}, not both")
         _refuse_unknown_environment(self.env)
@@ -82,7 +82,7 @@ class Choices:
 
 
 def _refuse_unknown_environment(env: str) -> None:
-    """Refuse an environment that is not installed here and has no known prefix such as `gymnasium:`."""
+    """Raise JobError if an environment is not installed here and has no known prefix such as `gymnasium:`."""
     policies = find_entry_points("turnwise.policies").names
     teachers = {name.removesuffix("_teacher") for name in policies if name.endswith("_teacher")}
     known = {*JOBS, *environment_names(), *teachers}
@@ -101,14 +101,14 @@ def _refuse_unknown_environment(env: str) -> None:
 
 
 def _named(env: str) -> Values:
-    """Return the keys for the environment's name and for the job's name, which is made from it."""
+    """Return the environment's name and the job's name, which is made from it, as values of a job."""
     # gymnasium:ID and mcp:URL have characters that are not allowed in a run's name.
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", env) if ":" in env else env
     return {"job": {"name": name}, "rollout": {"env_name": env}}
 
 
 def _for_a_model(model: str) -> Values:
-    """Return the keys for a trained model, which reads and answers at length and needs small steps."""
+    """Return values for a trained model, which reads and writes long texts and needs a low learning rate."""
     return {
         "model": {"path" if Path(model).is_dir() else "name": model},
         "inference": {"max_model_len": 8192, "threads": _cores()},
@@ -134,7 +134,7 @@ FILES = {
 
 
 def write_environment(name: str, parent: Path) -> list[Path]:
-    """Write the package `parent/name`. Return the files in reading order."""
+    """Write a package `parent/name` with a new environment; return its files in reading order."""
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,59}", name) or keyword.iskeyword(name):
         close = re.sub(r"\W+", "_", name.lower()).strip("_0123456789")
         is_name = close and close != name and not keyword.iskeyword(close)
@@ -167,7 +167,7 @@ def _refuse_taken_name(name: str) -> None:
 
 
 def _refuse_clash(name: str, file: str, text: str) -> None:
-    """Refuse a name whose class would hide an import of the file, as `body` would hide `Body`."""
+    """Raise JobError if the class of this name would hide an import of the file, as `body` hides `Body`."""
     try:
         bindings = Counter(_bindings(ast.parse(text)))
     except SyntaxError as error:  # `none` makes the class None
@@ -216,7 +216,7 @@ _HEAD = """\
 
 
 def job_text(values: Values) -> str:
-    """Return the text of a job: `values` are set, and other common keys are commented out."""
+    """Return the text of a job that sets `values`; other common keys are commented out."""
     return _HEAD + "".join(_table(name, field, values) for name, field in JobConfig.model_fields.items())
 
 
@@ -225,7 +225,7 @@ def _table(name: str, field: FieldInfo, values: Values) -> str:
     keys = [
         key for key in model.model_fields if key in values_here or key in COMMON.get(name, model.model_fields)
     ]
-    # A table whose absence has a meaning must not appear empty.
+    # An empty table differs from an absent one if the default is None, so its header is commented out.
     header = f"[{name}]" if values_here or field.default not in (None, ()) else f"#[{name}]"
     lines = (line for key in keys for line in _key(name, model, key, values_here))
     return "\n".join(["", header, *lines, ""])
@@ -247,7 +247,7 @@ def _key(table: str, model: type[BaseModel], key: str, values_here: Mapping[str,
 
 
 def toml_value(value: Any) -> str:
-    """Format a value on one line, tables inline."""
+    """Format a value as TOML on one line; tables become inline tables."""
     if isinstance(value, Mapping):
         inside = ", ".join(f"{_name(key)} = {toml_value(item)}" for key, item in value.items())
         return f"{{ {inside} }}" if inside else "{}"
@@ -263,9 +263,9 @@ def _name(key: str) -> str:
 
 
 def job_to_play(env: str, overrides: Sequence[str]) -> LoadedJob:
-    """Make the job of `turnwise eval ENV`, in which --policy or --model plays: the environment's defaults.
+    """Return the job of `turnwise eval ENV`, which has the environment's default values.
 
-    Its model is never loaded.
+    --policy or --model chooses the player. The job's own model is never loaded.
     """
     job = environment_job(env)
     values = union(_named(env), job.common, job.trained, _for_a_model("of/a-server"))
@@ -274,7 +274,7 @@ def job_to_play(env: str, overrides: Sequence[str]) -> LoadedJob:
 
 
 def write_job(path: Path, choices: Choices) -> LoadedJob:
-    """Write the chosen job and its example files, and return the loaded job."""
+    """Write a job with the user's choices, and its example files; return the loaded job."""
     text = job_text(choices.values())
     parse_job(tomli.loads(text), where="turnwise init")
     with write_errors(path):
@@ -291,9 +291,9 @@ def write_job(path: Path, choices: Choices) -> LoadedJob:
 
 
 def _examples(folder: Path, env: str) -> dict[Path, str]:
-    """Return the missing example files of a job of the environment.
+    """Return the texts, by path, of the example files that the environment's job needs and that do not exist.
 
-    Raises JobError if a file exists with other content, which must not be overwritten.
+    Raises JobError if a file exists with other content, because it must not be overwritten.
     """
     examples = {folder / name: make() for name, make in environment_job(env).files.items()}
     there = [file for file in examples if file.exists()]

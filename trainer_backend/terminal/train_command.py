@@ -44,7 +44,7 @@ class RunPlan(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The folder of runs: the job's runs_dir if the run is in it, otherwise the run's parent."""
+        """The folder of runs: the job's runs_dir if it contains this run, otherwise the parent of the run."""
         path, runs = self.directory.path.resolve(), self.loaded.config.job.runs_dir.resolve()
         return runs if path.is_relative_to(runs) else path.parent
 
@@ -57,7 +57,10 @@ def single_run(
     *,
     accept_data: bool = False,
 ) -> RunPlan:
-    """Create a run of a job, or open an existing one; `start.run_job` stores a changed job."""
+    """Create a run of `job`, or open the existing run `resume` with a job that `overrides` may change.
+
+    `start.run_job` stores the changed job in the run directory.
+    """
     if bool(job) == (resume is not None):
         raise JobError("give either a job TOML, or --resume with a run directory")
     if accept_data and resume is None:
@@ -90,9 +93,10 @@ def run_of_each_seed(
     seeds: str,
     accept_data: bool = False,
 ) -> Iterator[RunPlan]:
-    """Create or open the run of each seed in FOLDER/seed_N, one at a time, and yield the unfinished ones.
+    """Create or open the run of each seed in FOLDER/seed_N, one at a time, and yield the unfinished runs.
 
-    FOLDER is `run`, or runs_dir/NAME-seeds, so that repeating the command continues the runs.
+    FOLDER is `run` or, if that is None, runs_dir/NAME-seeds. Repeating the command therefore finds the same
+    runs and continues them.
     """
     if not job or resume is not None:
         raise JobError("--seeds needs a job TOML and no --resume: the same command again goes on by itself")
@@ -140,10 +144,11 @@ def open_dashboard(
     roots: Iterable[Path] = (),
     command: Sequence[str] = (sys.executable, "-m", "trainer_backend"),
 ) -> Iterator[Callable[[], None]]:
-    """Show the runs of `data_dir` by a child process on a free port; training never waits for this process.
+    """Serve a dashboard of the runs in `data_dir` from a child process, on a free port.
 
-    `say` receives the dashboard's address, or why there is none, on a thread. The dashboard may run plug-ins
-    of `roots` to draw episodes. The context yields a function that waits until Ctrl-C.
+    Training never waits for the dashboard. Another thread calls `say` with the dashboard's address, or with
+    the reason why it did not start. To draw episodes, the dashboard may run plug-ins in the folders `roots`.
+    The context yields a function that waits until Ctrl-C.
     """
     words = [word for root in roots for word in ("--allow-root", str(root))]
     words += ["--port", "0", "--data-dir", str(data_dir), "--exit-with-parent"]
@@ -172,7 +177,7 @@ def open_dashboard(
 
 
 def _listen(child: Guarded, say: Callable[[str], None]) -> None:
-    """Report the dashboard's address, then drain its pipe, since a full pipe would block it."""
+    """Report the dashboard's address, then keep reading its output, since a full pipe would block it."""
     assert child.stdout is not None
     last, has_said = "", False
     for raw in child.stdout:
@@ -185,7 +190,7 @@ def _listen(child: Guarded, say: Callable[[str], None]) -> None:
 
 
 def train_one(out: Console, plan: RunPlan, streams: LastingStreams, *, report: bool) -> bool:
-    """Train until the end, unless the run is finished; return False if it was stopped early."""
+    """Train a run to its end. If it is finished, only print that. Return False if training stopped early."""
     directory, iterations = plan.directory, plan.loaded.config.training.iterations
     resume = f"turnwise train --resume {directory.path}"
     if plan.resume and directory.is_finished(iterations):
@@ -208,7 +213,7 @@ def train_one(out: Console, plan: RunPlan, streams: LastingStreams, *, report: b
     done = end.progress.iteration
     try:
         tell_end(say, directory, report=report)
-    finally:  # also where Ctrl-C ends the report
+    finally:  # even if Ctrl-C interrupts the report
         if end.stopped:
             say(f"stopped by {end.stopped} after iteration {done}; continue with: {resume}")
         else:
@@ -217,7 +222,7 @@ def train_one(out: Console, plan: RunPlan, streams: LastingStreams, *, report: b
 
 
 def tell_end(say: Callable[[str], None], directory: RunDirectory, *, report: bool) -> None:
-    """Report the figures of a finished run, and write its report; errors are only reported."""
+    """Print the figures of a run that has ended, and write its report. Errors are printed, not raised."""
     try:
         for line in closing_lines(read_story(directory)):
             say(line)
@@ -240,7 +245,7 @@ def _train(out: Console, plan: RunPlan, streams: LastingStreams) -> Ended | None
     config, directory, resume = plan.loaded.config, plan.directory, plan.resume
     with ConsoleReporter(out, config.training.iterations) as console:
         try:
-            # Before `run_job`, which refuses too, but only after sinks have announced the run.
+            # `run_job` also refuses a locked run, but only after the sinks have announced the run.
             refuse_if_locked(directory.path)
             streams.when_lost(partial(_log, directory, GONE))
             values = config.model_dump(mode="json", exclude={"services": {"task_api_key"}})

@@ -1,1 +1,1 @@
-"""Tool-call syntaxes of model families. Pure functions of text: no tokenizer, no chat template."""
+"""Parsers of the tool-call syntaxes of model families. They need only text, no tokenizer or chat template."""

@@ -1,4 +1,4 @@
-"""The common part of all tool-call formats: parsed replies, JSON, and arguments written as plain text."""
+"""Shared code of all tool-call formats: types of parsed replies, and functions that read calls from text."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Each as in a request: `{"type": "function", "function": {"name": ..., "parameters": JSON Schema}}`.
+# Tools in OpenAI's form: `{"type": "function", "function": {"name": ..., "parameters": JSON Schema}}`.
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -18,50 +18,54 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """A parsed reply. If a call cannot be parsed, `error` says why, and `content` is the raw text."""
+    """A parsed reply. If a call cannot be parsed, `error` is the reason, and `content` is the raw text."""
 
     content: str
     tool_calls: tuple[ParsedCall, ...] = ()
     error: str | None = None
     reasoning: str = ""
-    """Reasoning in a channel of its own; reasoning within `<think>…</think>` is part of the content."""
+    """Reasoning that the format separates from the content. Reasoning in `<think>…</think>` is not separated:
+    it is part of `content`."""
 
 
-# Takes the text without its stop token, and the offered tools.
+# (the reply's text without its stop token, the offered tools) -> the parsed reply.
 ToolParser = Callable[[str, Tools], ParsedReply]
-# Reads the calls that begin at a position of a text; returns them and the position after them. Raises
-# ValueError or RecursionError.
+# (text, position, tools) -> the calls that begin at this position of the text, and the position after them.
+# Raises ValueError or RecursionError.
 ReadCalls = Callable[[str, int, Tools], tuple[list[ParsedCall], int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A model's syntax of tool calls."""
+    """The syntax in which a model family writes tool calls."""
 
     parse: ToolParser
     markers: tuple[str, ...]
-    """Texts that only this format's chat templates contain; a template with any of them has this format."""
+    """Strings by which a chat template is recognised: a template that contains one of them has this format,
+    unless it contains a marker of an earlier format in `plugins.TOOL_FORMATS`."""
     openers: tuple[str, ...] = ("",)
-    """Texts that begin a call; a stream holds back the text from there on. "" holds back the whole reply."""
+    """Strings with which a call begins. A streamed reply is held back from the first opener on; with "", the
+    whole reply is held back."""
     arguments_start: str = r"(?=\{)"
-    """Pattern after the tool's name; the arguments of the call begin where it ends."""
+    """Regular expression, searched after the tool's name. The arguments begin at the end of the match."""
     ends: tuple[str, ...] = ()
-    """Tokens that end an answer, in addition to those that the model's files name."""
+    """Tokens that end an answer, in addition to the end tokens in the model's files."""
     write: Callable[[Sequence[ParsedCall]], str] | None = None
-    """Writes calls as the models do. Needed where the chat template omits the calls of a message."""
+    """Writes calls as the models do. Used if the chat template does not render the calls of a message."""
     leaves_out_name: Callable[[Tools], bool] = lambda tools: False
-    """Whether a call of these tools is written without a name."""
+    """Returns whether models write calls of these tools without the tool's name."""
 
 
 def unreadable(text: str, number: int, error: Exception) -> ParsedReply:
-    """Return the whole text as content, with the reason why call `number` (from 1) cannot be read."""
+    """Return a reply with the whole text as content, and an error: call `number` (from 1) cannot be read."""
     return ParsedReply(text, error=f"tool call {number} cannot be read: {error}")
 
 
 def read_json(text: str, start: int = 0) -> tuple[object, int]:
-    """Parse the JSON value at `start`, after white space; return it and the position after it.
+    """Parse the JSON value at `start`, skipping white space; return the value and the position after it.
 
-    ValueError: not JSON (NaN and Infinity are not); RecursionError: nested too deeply.
+    Raises ValueError if the text is not JSON (NaN and Infinity are not), and RecursionError if the value is
+    nested too deeply.
     """
     try:
         return _DECODER.raw_decode(text, skip_space(text, start))
@@ -79,9 +83,9 @@ def skip_space(text: str, start: int) -> int:
 
 
 def expect(text: str, start: int, *tokens: str) -> int:
-    """Skip white space and one of `tokens`, the first that matches; return the position after it.
+    """Skip white space and the first of `tokens` that matches; return the position after this token.
 
-    "" always matches. ValueError: none matches.
+    The token "" always matches. Raises ValueError if no token matches.
     """
     position = skip_space(text, start)
     for token in tokens:
@@ -93,7 +97,7 @@ def expect(text: str, start: int, *tokens: str) -> int:
 
 
 def read_until(text: str, start: int, closing: str) -> tuple[str, int]:
-    """Return the text before the next `closing`, and the position after it. ValueError: it is missing."""
+    """Return the text before `closing`, and the position after it. Raises ValueError if it is missing."""
     end = text.find(closing, start)
     if end < 0:
         raise ValueError(f"{closing} is missing")
@@ -101,18 +105,24 @@ def read_until(text: str, start: int, closing: str) -> tuple[str, int]:
 
 
 def as_call(value: object, *, key: str = "arguments") -> ParsedCall:
-    """Convert a JSON object to a call, with its arguments under `key`. ValueError: it has no such fields."""
+    """Convert a parsed JSON object, with the fields `name` and `key` (the arguments), to a call.
+
+    Raises ValueError if a field is missing or has the wrong type.
+    """
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get(key) if isinstance(value, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(f'expected {{"name": text, "{key}": object}}')
-    # `json.dumps` escapes to ASCII: a lone surrogate would break the UTF-8 encoder of the reply.
-    # `allow_nan=False`: a number such as 1e999 is read as infinity, which JSON cannot express.
+    # `json.dumps` escapes to ASCII, because the UTF-8 encoder of the reply would fail at a lone surrogate.
+    # `allow_nan=False`, because a number such as 1e999 is read as infinity, which JSON cannot express.
     return ParsedCall(name.encode("utf-8", "replace").decode(), json.dumps(arguments, allow_nan=False))
 
 
 def as_calls(value: object) -> list[ParsedCall]:
-    """Convert a JSON object, or a list of objects, to calls. ValueError: see `as_call`; or an empty list."""
+    """Convert a parsed JSON object, or a list of objects, to calls.
+
+    Raises ValueError if the list is empty, or if `as_call` cannot convert an object.
+    """
     if value == []:
         raise ValueError("the list of calls is empty")
     return [as_call(item) for item in (value if isinstance(value, list) else [value])]
@@ -123,7 +133,7 @@ def write_json(call: ParsedCall) -> str:
 
 
 def argument_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return the schema of each argument of the tool `name`; empty for an unknown tool."""
+    """Return the JSON schema of each argument of the tool `name`; an empty mapping for an unknown tool."""
     functions = [tool.get("function") for tool in tools]
     function = next((f for f in functions if isinstance(f, Mapping) and f.get("name") == name), {})
     parameters = function.get("parameters")
@@ -132,7 +142,11 @@ def argument_schemas(tools: Tools, name: str) -> Mapping[str, Any]:
 
 
 def typed_value(text: str, schema: object) -> object:
-    """Return an argument's value: its text, if that is no JSON or its schema is a string; else parsed."""
+    """Return the value of an argument that a model wrote as plain text.
+
+    The value is `text` itself if the schema allows only strings, or if `text` is not JSON. Otherwise, it is
+    the parsed JSON. Python's True, False and None are also parsed.
+    """
     types = set(_types(schema))
     is_null = text in ("null", "None") and "null" in types
     if types - {"null"} == {"string"} and not is_null:
@@ -147,7 +161,10 @@ def typed_value(text: str, schema: object) -> object:
 
 
 def _types(schema: object) -> Iterator[str]:
-    """Yield the types that a schema names: in `type`, in `anyOf` or `oneOf`, or by an `enum` of strings."""
+    """Yield the types that a schema allows, from `type`, `anyOf` and `oneOf`.
+
+    A schema without `type` whose `enum` contains only strings has the type "string".
+    """
     if not isinstance(schema, Mapping):
         return
     named = schema.get("type")

@@ -1,10 +1,11 @@
-"""gpt-oss: a reply is a sequence of messages, each in a channel.
+"""Parses replies of gpt-oss. A reply is a sequence of messages, and each message belongs to a channel:
 
 <|channel|>analysis<|message|>I need a tree.<|end|><|start|>assistant<|channel|>commentary
  to=functions.interact_many <|constrain|>json<|message|>{"actions": ["do"]}<|call|>
 
-`analysis` is reasoning; `final`, and `commentary` without a recipient, are content. The recipient may also
-come before the channel, as in the chat template: ` to=functions.NAME<|channel|>commentary json`.
+Messages of the channel `analysis` are reasoning. A message with a recipient (`to=`) is a tool call. Messages
+of `final`, and of `commentary` without a recipient, are content. The recipient may also come before the
+channel, as in the chat template: ` to=functions.NAME<|channel|>commentary json`.
 
 Source: OpenAI's harmony response format.
 """
@@ -22,12 +23,15 @@ _FUNCTIONS = "functions."
 
 
 def parse_harmony(text: str, tools: Tools) -> ParsedReply:
-    """Parse the messages of a reply.
+    """Parse the messages of a reply into content, reasoning and at most one call.
 
-    A second call is an error, because the chat template drops all calls but the first. The template refuses
-    the format's own tokens in the content. So if a call cannot be read, the content is that of the messages
-    before and all unread text, without these tokens. With a call, the template accepts reasoning or content,
-    not both: if there is reasoning, the content before the call is added to it.
+    A second call is an error, because the chat template drops all calls of a message except the first.
+
+    If a message cannot be read, `content` is the content before that message, followed by all unread text.
+    Special tokens of the format are removed from it, because the chat template refuses them in the content.
+
+    If there is a call, the chat template accepts either reasoning or content. So if there is also reasoning,
+    the content is appended to the reasoning, and `content` is empty.
     """
     reader = _Reader(text)
     try:
@@ -44,7 +48,7 @@ def parse_harmony(text: str, tools: Tools) -> ParsedReply:
 
 
 class _Reader:
-    """Reads the messages of a reply, and holds the content, reasoning and call read so far."""
+    """Reads the messages of a reply one by one, and collects their content, their reasoning and the call."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -55,7 +59,7 @@ class _Reader:
         self._is_thinking = False
 
     def read(self) -> None:
-        """Read all messages. ValueError: a message cannot be read."""
+        """Read all messages. Raises ValueError if a message cannot be read."""
         while self._position < len(self._text):
             start = self._text.find(MESSAGE, self._position)
             if start < 0:
@@ -68,7 +72,7 @@ class _Reader:
             raise ValueError("the reply ends in its reasoning: no answer or call follows it")
 
     def all_text(self) -> str:
-        """Return the content read so far and the unread text, without tokens of the format."""
+        """Return the content so far, followed by the unread text without the format's special tokens."""
         return "".join([*self.content, *_TOKEN.split(self._text[self._position :])]).strip()
 
     def _read_end(self) -> None:

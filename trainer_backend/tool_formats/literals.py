@@ -1,7 +1,7 @@
-"""Calls whose arguments are literals that are not JSON.
+"""Reads calls whose arguments are literals in Python's syntax, or in a syntax of Google's models.
 
-LFM2, LFM2.5: `<|tool_call_start|>[name(key="text", number=1), ...]<|tool_call_end|>`, in Python's syntax, or
-a list of calls in JSON.
+LFM2, LFM2.5: `<|tool_call_start|>[name(key="text", number=1), ...]<|tool_call_end|>`, in Python's syntax.
+These models may also write a list of calls in JSON.
 Gemma 4: `<|tool_call>call:name{key:<|"|>text<|"|>,number:1}<tool_call|>`, with keys without quotation marks.
 FunctionGemma: `<start_function_call>call:name{key:<escape>text<escape>}<end_function_call>`.
 """
@@ -29,7 +29,7 @@ GEMMA_OPEN, _GEMMA_CLOSE = "<|tool_call>", "<tool_call|>"
 FUNCTION_GEMMA_OPEN, _FUNCTION_GEMMA_CLOSE = "<start_function_call>", "<end_function_call>"
 _THOUGHT = ReasoningMarks("<|channel>thought\n", "<channel|>", is_apart=True)
 
-# Python's quotation marks, the longest first; inside them a backslash escapes.
+# Python's quotation marks, the longest first. In strings with these marks, a backslash begins an escape.
 _PYTHON_QUOTES = ('"""', "'''", '"', "'")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
@@ -40,10 +40,12 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class LiteralReader:
-    """Reads literals from a position of a text on. Raises ValueError, or RecursionError if nested too deeply.
+    """Reads literals one after the other, starting at `position` of a text.
 
-    `quotes` are the quotation marks of strings. With Python's, strings have escapes; with others they have
-    none, and keys of objects are written without quotation marks.
+    `quotes` are the quotation marks of strings. If these are Python's, a backslash in a string begins an
+    escape. Otherwise, strings have no escapes, and the keys of objects may lack quotation marks.
+
+    Methods raise ValueError if the text has another syntax, and RecursionError if it is nested too deeply.
     """
 
     def __init__(self, text: str, position: int, quotes: tuple[str, ...]) -> None:
@@ -53,7 +55,7 @@ class LiteralReader:
         self._has_escapes = quotes == _PYTHON_QUOTES
 
     def take(self, token: str) -> bool:
-        """Skip white space and the token, if it comes next; return whether it did."""
+        """If `token` comes next, after any white space, skip both; return whether it came next."""
         start = skip_space(self.text, self.position)
         is_next = self.text.startswith(token, start)
         self.position = start + len(token) if is_next else self.position
@@ -80,11 +82,11 @@ class LiteralReader:
         return self.mapping() if self.take("{") else _parse_number_or_word(self.word(_WORD))
 
     def mapping(self) -> dict[str, object]:
-        """Read an object, after its opening brace."""
+        """Read the rest of an object whose opening brace has been read."""
         return self._pairs("}", ":", self._key)
 
     def arguments(self) -> dict[str, object]:
-        """Read the arguments of `name(key=value, ...)`, after the opening parenthesis."""
+        """Read the arguments of `name(key=value, ...)`; the opening parenthesis has been read."""
         return self._pairs(")", "=", partial(self.word, _NAME))
 
     def _pairs(self, closing: str, separator: str, read_key: Callable[[], str]) -> dict[str, object]:
@@ -96,7 +98,7 @@ class LiteralReader:
         return items
 
     def _places(self, closing: str) -> Iterator[None]:
-        """Yield at the start of each item up to `closing`; the caller then reads the item."""
+        """Yield once for each item of a list that ends with `closing`, so that the caller reads the item."""
         while not self.take(closing):
             yield
             if not self.take(","):
@@ -139,7 +141,7 @@ def _parse_number_or_word(word: str) -> object:
 
 
 def read_pythonic(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read calls in Python's syntax, one or a list of them, or in JSON."""
+    """Read one call or a list of calls, in Python's syntax or in JSON."""
     if text[skip_space(text, start) :].removeprefix("[").lstrip().startswith("{"):
         value, end = read_json(text, start)
         return as_calls(value), expect(text, end, _LFM2_CLOSE)
@@ -177,7 +179,8 @@ def read_gemma(
 
 # Liquid's chat templates.
 parse_lfm2 = partial(parse_marked, opening=LFM2_OPEN, read=read_pythonic)
-# Google's prompt formats of Gemma 4 and FunctionGemma. Gemma 4's template drops reasoning in the content.
+# Google's prompt formats of Gemma 4 and FunctionGemma. The chat template of Gemma 4 drops reasoning that
+# is part of the content.
 parse_gemma4 = partial(
     parse_marked,
     opening=GEMMA_OPEN,

@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3: the reply is a JSON object, `{"name": ..., "parameters": {...}}`, and nothing else."""
+"""Parses calls of Llama 3.1 to 3.3: the reply is one JSON object, `{"name": ..., "parameters": {...}}`."""
 
 from trainer_backend.tool_formats.calls import (
     ParsedCall,
@@ -14,7 +14,7 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 def parse_llama(text: str, tools: Tools) -> ParsedReply:
-    """Parse one call, at the beginning or after `<|python_tag|>`.
+    """Parse a reply with at most one call, which begins the reply or comes after `<|python_tag|>`.
 
     A second call is an error: the chat templates of these models refuse a message with two calls.
 

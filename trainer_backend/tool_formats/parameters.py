@@ -1,4 +1,6 @@
-"""Calls whose arguments are plain text, each in its own tag; the tool's schema tells which are strings.
+"""Reads calls in which each argument is plain text in a tag of its own.
+
+The JSON schema of the tool decides whether the text is a string, or is parsed as JSON.
 
 Qwen3-Coder, Qwen3.5, Nemotron 3:
 

@@ -1,12 +1,12 @@
-"""Calls between two marks, possibly after reasoning and with text around them.
+"""Parses replies whose calls stand between an opening and a closing mark. Other text may surround the calls.
 
-Most formats are of this kind; they differ in the marks and in the syntax between them:
+Most formats are of this kind. They differ in the marks, and in the syntax of a call between the marks:
 
 Hermes, Qwen2.5, Qwen3, Granite 4: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 Granite 3, Phi-4-mini: `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`, optionally `<|/tool_call|>`.
 Nemotron Nano 2: `<TOOLCALL>[{"name": ..., "arguments": {...}}, ...]</TOOLCALL>`.
 Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, or `[TOOL_CALLS]name[ARGS]{...}`.
-DeepSeek V3, R1, V3.1: a list of names and arguments in marks with wide bars, see `read_deepseek`.
+DeepSeek V3, R1, V3.1: a list of names and arguments between marks with wide bars, see `read_deepseek`.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,13 @@ THINK_START, THINK_END = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The marks around reasoning; the prompt may already contain the first."""
+    """The marks around reasoning in a reply. `start` may be missing, because the prompt may end with it."""
 
     start: str
     end: str
     is_apart: bool = False
-    """Whether reasoning is a field of the message, because templates refuse or drop it in the content."""
+    """Whether the parser separates reasoning from the content. Needed if chat templates refuse or drop
+    reasoning in the content."""
 
 
 THINK = ReasoningMarks(THINK_START, THINK_END)
@@ -47,9 +48,9 @@ MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
 
 
 def split_reasoning(content: str, template: str) -> tuple[str, str]:
-    """Split a message's content into the reasoning at its beginning ("" if there is none) and the rest.
+    """Return the reasoning at the beginning of a message's content ("" if there is none), and the rest.
 
-    Only marks that the chat template contains count.
+    Only marks whose end mark occurs in the chat template `template` are searched.
     """
     for marks in (THINK, MISTRAL_THINK):
         before, end, rest = content.partition(marks.end)
@@ -61,9 +62,13 @@ def split_reasoning(content: str, template: str) -> tuple[str, str]:
 def parse_marked(
     text: str, tools: Tools, *, opening: str, read: ReadCalls, reasoning: ReasoningMarks = THINK
 ) -> ParsedReply:
-    """Parse a reply; all text outside calls is content, including reasoning unless `reasoning.is_apart`.
+    """Parse a reply into calls and content. All text outside of calls is content.
 
-    `read` starts after an opening mark and ends after the closing mark.
+    Args:
+        opening: the mark with which a call begins.
+        read: reads the calls after an opening mark, including the closing mark.
+        reasoning: the marks around reasoning. Calls are searched only after it. Reasoning is part of the
+            content unless `reasoning.is_apart`.
     """
     marks = reasoning
     if text.lstrip().startswith(marks.start):
@@ -73,8 +78,8 @@ def parse_marked(
             return ParsedReply(text, error=error)
         return _after_reasoning(text, end + len(marks.end), tools, opening, read, marks)
     reply = _parse_calls(text, 0, tools, opening, read)
-    # If the prompt opened the reasoning, the reply has only its end mark, and the text before is no call.
-    # An argument of a call may contain the end mark as text.
+    # If the prompt contained the start mark, the reply contains only the end mark, and text before the end
+    # mark is reasoning, even if it looks like a call. But an end mark in a call's argument is ordinary text.
     if marks.end in text and (reply.error is not None or marks.end in reply.content):
         end = text.index(marks.end) + len(marks.end)
         return _after_reasoning(text, end, tools, opening, read, marks)
@@ -84,7 +89,7 @@ def parse_marked(
 def _after_reasoning(
     text: str, position: int, tools: Tools, opening: str, read: ReadCalls, marks: ReasoningMarks
 ) -> ParsedReply:
-    """Parse a reply whose reasoning, end mark included, ends at `position`."""
+    """Parse a reply whose reasoning ends at `position`, the position after the end mark."""
     if not marks.is_apart:
         return _parse_calls(text, position, tools, opening, read)
     reply = _parse_calls(text[position:], 0, tools, opening, read)
@@ -93,7 +98,7 @@ def _after_reasoning(
 
 
 def _parse_calls(text: str, position: int, tools: Tools, opening: str, read: ReadCalls) -> ParsedReply:
-    """Parse the calls from `position` on; the text before it is content."""
+    """Parse the calls from `position` on. The text before `position` is content."""
     calls: list[ParsedCall] = []
     content = text[:position]
     while (start := text.find(opening, position)) >= 0:
@@ -109,10 +114,8 @@ def _parse_calls(text: str, position: int, tools: Tools, opening: str, read: Rea
 def read_json_calls(
     text: str, start: int, tools: Tools, *, closings: tuple[str, ...]
 ) -> tuple[list[ParsedCall], int]:
-    """Read a call, or a list of calls, in JSON, and one of the closing marks.
-
-    The JSON decoder finds the end, because an argument may contain the closing mark as text.
-    """
+    """Read a call or a list of calls in JSON, and then one of the closing marks."""
+    # The JSON decoder finds the end of the calls, because an argument may contain a closing mark as text.
     value, end = read_json(text, start)
     return as_calls(value), expect(text, end, *closings)
 
@@ -125,7 +128,7 @@ def write_hermes(calls: Sequence[ParsedCall]) -> str:
     return "\n".join([f"{OPEN}\n{write_json(call)}\n{CLOSE}" for call in calls])
 
 
-# IBM's and Microsoft's chat templates. Granite writes no closing mark: its answer ends with the list.
+# IBM's and Microsoft's chat templates. Granite writes no closing mark: its answer ends after the list.
 LIST_OPEN, LIST_CLOSE = "<|tool_call|>", "<|/tool_call|>"
 parse_granite3 = partial(
     parse_marked, opening=LIST_OPEN, read=partial(read_json_calls, closings=(LIST_CLOSE, ""))
@@ -141,7 +144,7 @@ CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def read_mistral(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read calls in the old syntax (a JSON list) or the new one (a name and arguments); ids are ignored."""
+    """Read a JSON list of calls (old syntax), or a name and arguments (new syntax). Ids are ignored."""
     if text.startswith("[", skip_space(text, start)):
         value, end = read_json(text, start)
         return as_calls(value), end
@@ -153,7 +156,7 @@ def read_mistral(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall],
     return [as_call({"name": name.partition(CALL_ID)[0].strip(), "arguments": value})], end
 
 
-# Mistral's tokenizers v3 to v11 (a list) and v11 on (a name, then its arguments; reasoning from v13 on).
+# Mistral's tokenizers v3 to v11 (a list) and from v11 on (a name, then arguments; reasoning from v13 on).
 parse_mistral = partial(parse_marked, opening=CALLS, read=read_mistral, reasoning=MISTRAL_THINK)
 
 DEEPSEEK_OPEN, _DEEPSEEK_CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
@@ -161,14 +164,14 @@ _CALL_OPEN, _SEPARATOR, _CALL_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool�
 
 
 def read_deepseek(text: str, start: int, tools: Tools) -> tuple[list[ParsedCall], int]:
-    """Read a list of calls. Arguments are a JSON object (V3.1), or a Markdown block with one (V3, R1)."""
+    """Read a list of calls. Their arguments are JSON (V3.1), or JSON in a Markdown code block (V3, R1)."""
     calls: list[ParsedCall] = []
     position = start
     while not calls or not text.startswith(_DEEPSEEK_CLOSE, skip_space(text, position)):
         position = expect(text, position, _CALL_OPEN)
         name, position = read_until(text, position, _SEPARATOR)
         is_block = not text.startswith("{", skip_space(text, position))
-        if is_block:  # the type of the call comes before the separator, its name after
+        if is_block:  # the text before the separator was the type of the call; the name follows it
             name, position = read_until(text, position, "\n")
             position = expect(text, position, "```json")
         value, position = read_json(text, position)

@@ -1,7 +1,8 @@
-"""The presets' own format: `<|call|> tool_name {json}`, or a short form if the only tool has one argument.
+"""Parses calls in the presets' own format: `<|call|> tool_name {json}`, or a short form.
 
-The short form is the argument alone: `<|call|> item item` for a list of enum values, `<|call|> item` for one.
-The presets' chat template (models/tokenizer.py) writes calls by the same rule.
+The short form is used if there is only one tool, and its only argument is an enum value or a list of enum
+values. It contains only the argument: `<|call|> item` for a value, `<|call|> item item` for a list. The
+presets' chat template (models/tokenizer.py) writes calls by the same rule.
 """
 
 import json
@@ -23,7 +24,7 @@ CALL = "<|call|>"
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """The only tool and its only argument, which is an enum value or a list of enum values."""
+    """The tool and the argument that a call in the short form sets. The call itself names neither."""
 
     tool: str
     argument: str
@@ -31,7 +32,7 @@ class ShortForm:
 
     @classmethod
     def of(cls, tools: Tools) -> "ShortForm | None":
-        """Return the short form of these tools; None if they do not allow it."""
+        """Return the short form for calls of these tools; None if their calls have no short form."""
         if len(tools) != 1 or not isinstance(function := tools[0].get("function"), Mapping):
             return None
         properties = argument_schemas(tools, function.get("name", ""))

@@ -1,1 +1,1 @@
-"""POST /rollout: one call plays a rollout and returns all of it, as users of Crafter task apps know it."""
+"""POST /rollout of older Crafter task apps: one request plays a whole rollout and returns it."""

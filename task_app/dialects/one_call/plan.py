@@ -1,6 +1,7 @@
-"""Reads the body of POST /rollout, with a warning for everything that is cut, changed or ignored. Pure.
+"""Reads the body of POST /rollout into a plan. Performs no I/O.
 
-The task apps that defined this API made such changes silently; here `warnings` has a sentence for each.
+The task apps that defined this API cut, changed or ignored parts of a request silently. Here, the plan's
+`warnings` contain a sentence about each such part.
 """
 
 import hashlib
@@ -33,7 +34,10 @@ _KEY: TypeAdapter[SecretStr] = TypeAdapter(InferenceKey)
 
 
 def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: Warn) -> dict[str, Any]:
-    """Make the config of the policy plug-in, which checks the config itself."""
+    """Return the config for the policy plug-in. It is empty if the request names a living policy (no `name`).
+
+    `own` is the config of the request. The plug-in checks the returned config.
+    """
     config = {key: value for key, value in own.items() if key not in CORRELATION_KEYS}
     if not name:
         for key in config:
@@ -52,9 +56,11 @@ def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: 
 
 
 def take_inference_key(own: dict[str, Any], body: LegacyRollout, warn: Warn) -> SecretStr | None:
-    """Return the key of the model's server: `inference_key`, or `api_key` or a bearer token in the config.
+    """Return the API key of the model's server, or None if the request contains no key.
 
-    `api_key` and `extra_headers` are removed from `own`, the config, because the reply shows the config.
+    The key may be the policy's `inference_key`, the config's `api_key`, or a bearer token in the config's
+    `extra_headers`; if several are given, they must be equal. `api_key` and `extra_headers` are removed from
+    the config `own`, because the reply shows the config.
     """
     keys = {"inference_key": body.policy.inference_key} if body.policy.inference_key is not None else {}
     if (key := own.pop("api_key", None)) is not None:
@@ -83,7 +89,10 @@ def _key(value: Any, *, where: str) -> SecretStr:
 
 
 def correlation_id(body: LegacyRollout) -> str | None:
-    """Find the correlation id in policy.config, or in the query of its inference_url."""
+    """Return the id in policy.config by which a training client finds its trace.
+
+    The id is a key of the config, or a parameter in the query of its inference_url.
+    """
     for key in CORRELATION_KEYS:
         value = body.policy.config.get(key)
         if isinstance(value, str) and value:
@@ -94,7 +103,7 @@ def correlation_id(body: LegacyRollout) -> str | None:
 
 
 def _with_correlation(config: dict[str, Any], body: LegacyRollout, warn: Warn) -> dict[str, Any]:
-    """Add the correlation id as `cid` to the inference URL, so that a training client finds its trace."""
+    """Return the config with the correlation id as parameter `cid` of its inference URL, if mode is "rl"."""
     correlation, url = correlation_id(body), config.get("inference_url")
     if body.mode != "rl" or not isinstance(url, str):
         return config
@@ -117,7 +126,7 @@ def _query(url: str) -> str:
 
 
 def _unify_token_limit(config: dict[str, Any]) -> dict[str, Any]:
-    """Accept `max_completion_tokens`, the newer name of `max_tokens`; if both are given, they must agree."""
+    """Rename `max_completion_tokens` to the older `max_tokens`; if both are given, they must be equal."""
     newer = config.pop("max_completion_tokens", None)
     if newer is None:
         return config
@@ -155,7 +164,10 @@ AGENT, ENV = frozenset({"agent", "policy", "model"}), frozenset({"env", "environ
 
 @dataclass(frozen=True, slots=True)
 class LegacyPlan:
-    """The rollout to play. `env_name` or `policy_name` is empty if the request names a living session."""
+    """The rollout to play, as read from a request.
+
+    `env_name` or `policy_name` is empty if the request names a living environment or policy by its id.
+    """
 
     body: LegacyRollout = field(repr=False)
     """The request; its config may contain a key."""
@@ -230,7 +242,10 @@ def plan_rollout(body: LegacyRollout, boards: PlugBoards, settings: Settings) ->
 def drop_unknown(
     config: Mapping[str, Any], fields: Mapping[str, Any], *, where: str, warn: Warn
 ) -> dict[str, Any]:
-    """Remove unknown keys with a warning; refuse a key that looks like a misspelling."""
+    """Return `config` without the keys that are not in `fields`; warn about each.
+
+    Raise InvalidRequest if an unknown key looks like a misspelled field, or if too many keys are unknown.
+    """
     unknown = len(config.keys() - fields.keys())
     if unknown > MOST_UNKNOWN:
         raise InvalidRequest(
@@ -250,7 +265,7 @@ def drop_unknown(
 
 
 def _take_env_params(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Split env.config into the environment's own keys and the limit of decisions."""
+    """Split env.config: return the environment's own keys, and the largest number of decisions."""
     rest = dict(config)
     params = rest.pop("env_params", None)
     where = "env.config.env_params"
@@ -276,9 +291,10 @@ def _read_limit(value: Any, default: int, *, where: str) -> int:
 def _take_switches(
     body: LegacyRollout, policy: dict[str, Any], env: dict[str, Any], warn: Warn
 ) -> Stepwise | None:
-    """Return the reward switches of the policy's config, else of the environment's, else of the request.
+    """Return the request's reward switches, and remove them from the configs `policy` and `env`.
 
-    They are removed from both configs. Return None if there are none in any of the three.
+    Switches in the policy's config take precedence, then those in the environment's config, then those in the
+    body's `training` and `rollout`. Return None if the request contains no switches.
     """
     _, tables = take_step_rewards({}, where="", training=body.training, rollout=body.rollout)
     places = {
@@ -297,7 +313,8 @@ def _take_switches(
 def _take_config_switches(config: dict[str, Any], *, where: str) -> Stepwise | None:
     """Remove the reward switches from a config and return them.
 
-    They are in `step_rewards`, or in a table with the names of a job's keys; if in both, they must agree.
+    The switches are in `step_rewards`, or in a table that names them as a job does. If both exist, they must
+    be equal.
     """
     raw = config.pop(STEP_REWARDS, None)
     stepwise = read_stepwise(raw, where=f"{where}.{STEP_REWARDS}") if raw else None
@@ -323,7 +340,7 @@ def _read_env_config(own: dict[str, Any], name: str, boards: PlugBoards, warn: W
 
 
 def _choose_seed(body: LegacyRollout, warn: Warn) -> int:
-    """Return the world's seed; a missing seed is derived from the run_id, as this API has always done."""
+    """Return the world's seed; 0 for a living environment. A missing seed is derived from the run_id."""
     if body.env.env_id is not None:
         if body.env.seed is not None:
             warn("env.seed is ignored; a living environment goes on from its state (POST /env/reset)")
@@ -336,7 +353,10 @@ def _choose_seed(body: LegacyRollout, warn: Warn) -> int:
 
 
 def _count_decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Warn) -> int:
-    """Return the number of decisions to play: the pairs of an agent op and an env op, within all limits."""
+    """Return the number of decisions to play.
+
+    This is the number of pairs of an agent op and an env op in `ops`, or the smallest limit if that is less.
+    """
     pairs = _count_pairs(body, warn)
     calls = "policy.config.max_llm_calls"
     bounds = {
@@ -353,7 +373,7 @@ def _count_decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, wa
 
 
 def _count_pairs(body: LegacyRollout, warn: Warn) -> int:
-    """Count the agent ops that are followed by an env op."""
+    """Return the number of agent ops in `ops` that are followed by an env op."""
     pairs, has_agent, unpaired = 0, False, 0
     for index, op in enumerate(body.ops):
         if _read_op(op, index) == "agent":
@@ -372,7 +392,7 @@ def _count_pairs(body: LegacyRollout, warn: Warn) -> int:
 
 
 def _read_op(op: str | dict[str, Any], index: int) -> str:
-    """Return "agent" or "env"."""
+    """Return the kind of an op: "agent" or "env"."""
     name = op if isinstance(op, str) else op.get("type", op.get("op"))
     if isinstance(name, str):
         word = name.strip().lower()

@@ -1,7 +1,8 @@
-"""Makes the reply of POST /rollout, with its optional trace, from a rollout's episodes. Pure.
+"""Makes the reply of POST /rollout, with an optional trace, from a rollout's episodes. Performs no I/O.
 
-The reply has one trajectory per episode; with `on_done = "reset"` there may be several. Beyond what the API
-requires, it has the observation's data, the stop reason, exact tokens on request, and all warnings.
+The reply contains one trajectory per episode; with `on_done = "reset"` there may be several episodes. Beyond
+what the API requires, the reply contains the observation's data, the stop reason, exact tokens on request,
+and all warnings.
 """
 
 from collections import Counter
@@ -25,7 +26,7 @@ from task_app.sessions.sessions import EnvironmentSession
 
 
 def stepwise_blocks(steps: Sequence[StepData], rules: Stepwise) -> list[dict[str, Any]]:
-    """Return [T] `info.stepwise` of an episode's decisions; empty if decision rewards are off."""
+    """Return `info.stepwise` of each of an episode's T decisions; an empty list without decision rewards."""
     if not rules.emits_decision_rewards:
         return []
     credits: Counter[str] = Counter()
@@ -55,7 +56,10 @@ def _make_block(step: StepData, decisions: int, rules: Stepwise, credits: Counte
 def _credit_achievements(
     achievements: Sequence[str], rules: Stepwise, credits: Counter[str]
 ) -> list[dict[str, Any]]:
-    """Return a decision's rewarded achievements with their rewards; `credits` counts them in the episode."""
+    """Return the rewarded achievements of a decision, with their rewards.
+
+    `credits` counts how often each achievement has been rewarded in the episode; it is updated.
+    """
     components = []
     for name in achievements:
         limit = rules.k_limits.get(name, 1)
@@ -69,9 +73,9 @@ def _credit_achievements(
 def stepwise_details(
     episodes: Sequence[Sequence[dict[str, Any]]], rules: Stepwise, *, unlocked: Sequence[str]
 ) -> dict[str, Any]:
-    """Make `metrics.details.stepwise` of a rollout from the `stepwise_blocks` of each episode.
+    """Return `metrics.details.stepwise` of a rollout, from the results of `stepwise_blocks` for each episode.
 
-    `unlocked` are the achievements at the end of the last episode.
+    `unlocked` are the achievements that are unlocked at the end of the last episode.
     """
     blocks = [block for episode in episodes for block in episode]
     unique = sorted({name for block in blocks for name in block["new_achievements"]})
@@ -92,7 +96,7 @@ TIMED_OUT = "partial_max_time"
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One episode; `observations` are those before each decision and after the last one."""
+    """One played episode. `observations` [T + 1] are before each of the T decisions, and after the last."""
 
     steps: tuple[StepData, ...]
     observations: tuple[Observation, ...]
@@ -103,13 +107,16 @@ class Episode:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether an abort or the end of the service cut the episode."""
+        """Whether an abort of the run, or a stop of the service, ended the episode early."""
         return self.stop_reason is None and self.failure is None and not self.is_timed_out
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The parts of a rollout: plan, environment and policy (new or of a session), and reward switches."""
+    """What a rollout is played with: its plan, environment, policy and reward switches.
+
+    Environment and policy are new, or belong to living sessions.
+    """
 
     plan: LegacyPlan
     environment: Environment
@@ -122,7 +129,7 @@ class Cast:
 
 @dataclass(slots=True)
 class Result:
-    """The episodes that were played, and the warnings about them."""
+    """The episodes that were played, and the warnings that arose while they were played."""
 
     episodes: list[Episode] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -130,11 +137,15 @@ class Result:
 
 
 def reply(result: Result, cast: Cast, *, created_at: datetime) -> dict[str, Any]:
-    """Make the whole reply. A new environment or policy has no id, so the reply gives the run's id for it."""
+    """Return the whole reply. For a new environment or policy, which has no id, it contains the run's id.
+
+    Instead of a reply, raise an episode's failure if it is a CriticalError, or if it came before the first
+    decision and is no EpisodeFailed.
+    """
     plan, body, episodes = cast.plan, cast.plan.body, result.episodes
     for episode in episodes:
         failure = episode.failure
-        # The error came before the first decision, and from neither the policy nor the environment.
+        # No decision was made, and the error came neither from the policy nor from the environment.
         has_no_effect = not episode.steps and not isinstance(failure, EpisodeFailed)
         if failure is not None and (isinstance(failure, CriticalError) or has_no_effect):
             raise failure
@@ -173,7 +184,7 @@ def _trajectory(episode: Episode, blocks: list[dict[str, Any]], cast: Cast) -> d
         "steps": steps,
         "final": _final(episode),
         "length": len(steps),
-        "inference_url": cast.inference_url or "",  # the contract wants a text; a scripted policy has no URL
+        "inference_url": cast.inference_url or "",  # the API requires a text; a scripted policy has no URL
         "trace_correlation_id": cast.plan.correlation_id,
     }
     if blocks:
@@ -204,7 +215,7 @@ def _final(episode: Episode) -> dict[str, Any]:
 
 
 def _rollout_status(episode: Episode) -> tuple[str | None, str | None]:
-    """Return status and error of an episode that was cut short, otherwise (None, None)."""
+    """Return (status, error) of an episode that was cut short; (None, None) for any other episode."""
     if episode.is_timed_out:
         return TIMED_OUT, "safety.max_time_s passed"
     if episode.failure is not None:
@@ -270,7 +281,7 @@ def _meta(step: StepData, prompt: Sequence[Message], cast: Cast) -> dict[str, An
 
 
 def _call(name: str, arguments: str) -> dict[str, Any]:
-    """Make a call; its arguments stay the model's text if that is not a JSON object."""
+    """Return a tool call in the reply's form; arguments that are not a JSON object stay the model's text."""
     parsed = json_object(arguments)
     return {"tool_name": name, "arguments": arguments if parsed is None else dict(parsed)}
 
@@ -316,10 +327,10 @@ def _later_warnings(episodes: Sequence[Episode], cast: Cast) -> list[str]:
 
 
 def _trace(episodes: Sequence[Episode], body: LegacyRollout, created_at: datetime) -> dict[str, Any]:
-    """Make the compact trace; other formats also have the events and the conversation.
+    """Return the rollout's trace. Unless the format is compact, it includes the events and the messages.
 
-    `turn` in `decision_rewards` counts from 0 here, as readers of these traces expect; in steps it counts
-    from 1.
+    In the trace's `decision_rewards`, `turn` counts from 0, as readers of these traces expect. In the reply's
+    steps, it counts from 1.
     """
     steps = [step for episode in episodes for step in episode.steps]
     messages = [message for episode in episodes for message in transcript(episode.steps)]

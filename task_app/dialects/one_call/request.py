@@ -1,6 +1,6 @@
-"""The body of POST /rollout of existing Crafter task apps, and the translation of its tool calls.
+"""The body of POST /rollout, an API of older Crafter task apps, and the translation of older tool calls.
 
-Unknown keys are allowed, because other clients define the shape.
+Unknown keys in the body are allowed, because clients that we do not control define its shape.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,7 +56,7 @@ class LegacySafety(ForeignBody):
 
 
 class LegacyRollout(ForeignBody):
-    """One rollout; the reply holds its whole trajectory."""
+    """A request to play one rollout. The reply contains the trajectories of all its episodes."""
 
     run_id: Id
     env: LegacyEnv
@@ -79,9 +79,10 @@ class LegacyRollout(ForeignBody):
     synth_base_url: str | None = Field(default=None, max_length=2_000)
 
 
-# The reward in the `stepwise` blocks is the trainer's r_t without `reward_parts`. With `per_achievement`, the
-# sum of the achievements' weights replaces the delta; an achievement counts up to `k_limits` times per
-# episode (default 1, no limit if <= 0). Older task apps' hidden resource bonus is left out.
+# The reward in a `stepwise` block is the trainer's reward r_t of the decision, without `reward_parts`. With
+# the strategy `per_achievement`, the sum of the weights of the decision's achievements replaces the delta in
+# r_t. An achievement is then rewarded at most `k_limits` times per episode (default 1, no limit if <= 0).
+# Older task apps added a hidden bonus for resources; it is left out here.
 CONSISTENT, PER_ACHIEVEMENT = "consistent", "per_achievement"
 STRATEGIES = {
     **dict.fromkeys(CONSISTENT_STRATEGIES, CONSISTENT),
@@ -93,19 +94,19 @@ STRATEGIES = {
 
 
 class Stepwise(StepRewards):
-    """`step_rewards` of this route: the switches of all routes, and three more."""
+    """The table `step_rewards` of this route: the reward switches of all routes, and three more fields."""
 
     strategy: str = Field(default=CONSISTENT, max_length=100)
     weights: dict[str, float] = Field(default_factory=dict)
     k_limits: dict[str, int] = Field(default_factory=dict)
 
 
-# Keys of `step_rewards` that clients send as null for their defaults.
+# Keys of `step_rewards` in which clients send null to get the default.
 _MAY_BE_NULL = frozenset({"indicator_lambda", "strategy", "weights", "k_limits"})
 
 
 def read_stepwise(raw: Any, *, where: str) -> Stepwise:
-    """Read `config.step_rewards` of a legacy request."""
+    """Read the table `step_rewards` of a config, and replace its strategy by the strategy's main name."""
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where} is no object", where=where)
     given = {name: value for name, value in raw.items() if value is not None or name not in _MAY_BE_NULL}
@@ -120,7 +121,7 @@ def read_stepwise(raw: Any, *, where: str) -> Stepwise:
 
 
 def agree_on_stepwise(by_place: Mapping[str, StepRewards]) -> Stepwise:
-    """Return the reward switches that all places agree on, with this route's three at their defaults."""
+    """Return the reward switches, which must be equal at all paths; the route's own three get defaults."""
     return Stepwise(**agree_on_step_rewards(by_place).model_dump())
 
 
@@ -128,15 +129,22 @@ INTERACT = "interact"
 
 
 def legacy_calls(action: Mapping[str, Any], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
-    """Translate `action` from the forms of older clients of Crafter task apps.
+    """Return the tool calls of `action`, translated from the forms of older clients of Crafter task apps.
 
-        {"tool": "interact", "args": {"action": 5}}          a number in the tool's action list, or a name
-        {"tool": "interact", "args": {"actions": ["do"]}}
-        {"tool": "do"}                                       an action's name as the tool's name
-        {"actions": ["do", "noop"]}                          no tool named at all
+    `action` contains either `tool_calls`, a list of calls, or `actions`. These forms are translated:
 
-    These forms require a tool whose only argument is a list of named choices. Other calls pass unchanged, and
-    the environment checks them.
+        {"tool": "interact", "args": {"action": 5}}          a call with an index into the tool's list of
+                                                             choices, or with the name of a choice
+        {"tool": "interact", "args": {"actions": ["do"]}}    a call with several choices
+        {"tool": "do"}                                       a call with a choice as the tool's name
+        {"actions": ["do", "noop"]}                          an action that names no tool
+
+    They require an environment with exactly one tool, which has a list of named choices as an argument. Other
+    calls are returned unchanged, and the environment checks them.
+
+    Raises:
+        ValueError: `tool_calls` is no list of objects, both keys are missing, or `actions` is given and the
+            environment has no such tool.
     """
     chooser = _find_chooser(tools)
     if "tool_calls" in action:
@@ -155,7 +163,7 @@ Chooser = tuple[str, str, list[str]]
 
 
 def _find_chooser(tools: Sequence[ToolSpec]) -> Chooser | None:
-    """Return the only tool's name, list argument and choices; None if there is no such tool."""
+    """Return name, list argument and choices of the only tool; None if it has no list of named choices."""
     if len(tools) != 1:
         return None
     function = tools[0].function
@@ -183,7 +191,7 @@ def _translate(call: dict[str, Any], chooser: Chooser | None) -> dict[str, Any]:
 
 
 def _choose(actions: Any, chooser: Chooser) -> dict[str, Any]:
-    """Make a call of the tool; a number becomes the choice at that index, other values stay."""
+    """Return a call of the tool with these actions. An index is replaced by the choice at that index."""
     name, argument, choices = chooser
     items = actions if isinstance(actions, list | tuple) else [actions]
     names = [choices[one] if type(one) is int and 0 <= one < len(choices) else one for one in items]

@@ -1,7 +1,8 @@
-"""Plays POST /rollout, an API of older Crafter task apps, with the episode loop, and makes its reply.
+"""Plays the rollouts of POST /rollout, an API of older Crafter task apps.
 
-Each episode is an RLRolloutWorker in the rollout service's queue, so it is limited, listed, cancelled and
-aborted like any other. As in those task apps, a decision that is invalid or has no call ends the episode.
+Each episode is an RLRolloutWorker in the rollout service's queue, and is therefore limited, listed, cancelled
+and aborted like the episodes of POST /rollouts. As in the older task apps, a decision that is invalid or
+contains no tool call ends the episode.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ async def legacy_rollout(services: Services, body: LegacyRollout) -> dict[str, A
 
 @asynccontextmanager
 async def _cast(services: Services, plan: LegacyPlan) -> AsyncIterator[Cast]:
-    """Build or find environment and policy; living sessions are locked against other requests."""
+    """Build the environment and the policy, or find their living sessions; keep these sessions locked."""
     body = plan.body
     env_session: EnvironmentSession | None = None
     async with AsyncExitStack() as locks:
@@ -75,7 +76,7 @@ async def _cast(services: Services, plan: LegacyPlan) -> AsyncIterator[Cast]:
                 services, session, inference_key=plan.inference_key, where="policy.inference_key"
             )
             url = session.spec.config.get("inference_url")
-        # Use the request's switches, or else the living environment's; if both are given, they must agree.
+        # Use the request's reward switches, or else the living environment's. If both exist, they must agree.
         switches = dict(env_session.switches) if env_session is not None else {}
         stepwise = plan.stepwise or agree_on_stepwise(switches)
         agree_on_step_rewards(switches | {"step_rewards of this rollout": stepwise})
@@ -94,13 +95,16 @@ async def _lock_session(
     session: EnvironmentSession | PolicySession, locks: AsyncExitStack, *, where: str
 ) -> None:
     if session.lock.locked():
-        # Do not wait, because a rollout may hold the lock for hours.
+        # Refuse instead of waiting, because a rollout may hold the lock for hours.
         raise SessionBusy("another request is using it now", where=where)
     await locks.enter_async_context(session.lock)
 
 
 async def _play(services: Services, cast: Cast) -> Result:
-    """Play one episode; with `on_done = "reset"` and a new environment, as many as the ops allow."""
+    """Play one episode, or several.
+
+    With `on_done = "reset"` and a new environment, episodes are played until the request's ops are used up.
+    """
     body = cast.plan.body
     until_s = time.monotonic() + body.safety.max_time_s
     rest, result = cast.plan.decisions, Result()
@@ -116,7 +120,7 @@ async def _play(services: Services, cast: Cast) -> Result:
         result.aborted = episode.is_cancelled
         rest -= len(episode.steps)
         if episode.is_cancelled and services.runner.is_cut_short(body.run_id):
-            # Let the client retry, unless a retry would repeat decisions in living sessions.
+            # An error lets the client retry. Raise none if a retry would repeat decisions in living sessions.
             count = sum(len(episode.steps) for episode in result.episodes)
             if not count or (body.env.env_id is None and body.policy.policy_id is None):
                 raise ShuttingDown("this task app stopped before the rollout was over; nothing of it is kept")
@@ -127,7 +131,7 @@ async def _play(services: Services, cast: Cast) -> Result:
         if episode.stop_reason is not StopReason.ENVIRONMENT_DONE or body.on_done == "terminate":
             break
         if cast.env_session is not None:
-            # Play no second episode, because the caller controls this environment.
+            # Do not play a second episode, because the client controls the resets of a living environment.
             remainder = f"; {rest} decisions of ops are left" if rest else ""
             result.warnings.append(f"on_done is reset: the environment was restarted{remainder}")
             break
@@ -156,7 +160,7 @@ async def _play_episode(services: Services, cast: Cast, decisions: int, timeout_
     )
     is_timed_out = False
     try:
-        # This time limit includes the queue; the worker's own limit does not.
+        # This time limit includes the time in the queue; the worker's own limit does not.
         async with asyncio.timeout(max(0.0, timeout_s)):
             await services.runner.play(request, worker)
     except TimeoutError:
@@ -172,7 +176,7 @@ async def _play_episode(services: Services, cast: Cast, decisions: int, timeout_
 
 
 class _Wrapper:
-    """Delegates to an environment."""
+    """Base of environments that delegate all methods but `reset` and `step` to another environment."""
 
     def __init__(self, environment: Environment) -> None:
         self._inner = environment
@@ -190,14 +194,17 @@ class _Wrapper:
 
 
 class SessionEnvironment(_Wrapper):
-    """A living session as an `Environment`: an episode continues it. The caller holds the session's lock."""
+    """Presents a living session as an `Environment`, so that an episode continues from the session's state.
+
+    The caller must hold the session's lock.
+    """
 
     def __init__(self, env_session: EnvironmentSession) -> None:
         super().__init__(env_session.environment)
         self._session = env_session
 
     def reset(self, seed: int) -> Observation:
-        """Return the session's observation without a reset."""
+        """Return the session's present observation, so that the episode continues from it."""
         if self._session.over:
             raise EpisodeOver()
         return self._session.observation
@@ -207,12 +214,15 @@ class SessionEnvironment(_Wrapper):
         return outcome
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        # The session's history may be older than this rollout.
+        # The session's history may begin before this rollout, so `past` may lack its first decisions.
         return self._inner.messages(observation, tuple(self._session.past))
 
 
 class ObservationRecorder(_Wrapper):
-    """Records `observations` [T + 1]: before each decision and after the last."""
+    """Records the observations of an episode of T decisions in `observations` [T + 1].
+
+    They are the observations before each decision, and the observation after the last decision.
+    """
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)

@@ -1,6 +1,7 @@
-"""Routes of the one-call dialect: /env/{env_name}/... steps an environment, and POST /rollout plays episodes.
+"""Routes of older Crafter task apps: /env/{env_name}/... and POST /rollout.
 
-The routes share their sessions with /env/create and the other /env routes.
+The routes below /env/{env_name} create, step and remove environments. Their sessions are the sessions of
+/env/create and the other /env routes. POST /rollout plays episodes.
 """
 
 from typing import Annotated, Any
@@ -60,21 +61,21 @@ class TerminateBody(ForeignBody):
 
 
 class LegacyCreateReply(EnvCreateReply):
-    """A new environment and its first observation, for older clients."""
+    """A new environment and its first observation, in the form for older clients."""
 
     observation: LegacyObservation
     warnings: tuple[str, ...]
 
 
 class LegacyStepReply(EnvStepReply):
-    """Effects and rewards of a decision, for older clients."""
+    """The effects and rewards of a decision, in the form for older clients."""
 
     observation: LegacyObservation
 
 
 @router.post("/initialize", response_model=LegacyCreateReply)
 async def initialize_env_by_name(request: Request, env_name: EnvName, body: InitializeBody) -> Response:
-    """The same as POST /env/create."""
+    """Create an environment, as POST /env/create does."""
     name = get_services(request).boards.environment_name(env_name)
     config, warnings = dict(body.config), []
     if config.pop("difficulty", None) is not None or body.world_config is not None:
@@ -87,7 +88,7 @@ async def initialize_env_by_name(request: Request, env_name: EnvName, body: Init
 
 @router.post("/step", response_model=LegacyStepReply)
 async def step_env_by_name(request: Request, env_name: EnvName, body: StepBody) -> Response:
-    """The same as POST /env/step; calls in older forms are translated."""
+    """Execute a decision, as POST /env/step does. Tool calls in older forms are translated."""
     services = get_services(request)
     session = _find_session(services, env_name, body.env_id)
     try:
@@ -99,7 +100,7 @@ async def step_env_by_name(request: Request, env_name: EnvName, body: StepBody) 
 
 @router.post("/terminate")
 async def terminate_env_by_name(request: Request, env_name: EnvName, body: TerminateBody) -> Ok:
-    """Forget the environment."""
+    """Remove the environment's session."""
     services = get_services(request)
     _find_session(services, env_name, body.env_id)
     services.environments.remove(body.env_id, where="env_id")
@@ -111,7 +112,7 @@ def _use_legacy_observation(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_session(services: Services, env_name: str, env_id: str) -> EnvironmentSession:
-    """Return the session. Raises UnknownId if its environment has another name."""
+    """Return the session `env_id`; raise UnknownId if its environment is not `env_name`."""
     name = services.boards.environment_name(env_name)
     session = services.environments.get(env_id, where="env_id")
     if session.spec.env_name != name:
@@ -127,7 +128,7 @@ rollout_router = Router(tags=["rollouts"])
 
 
 class LegacyCall(Reply):
-    """A tool call; `arguments` are the model's text if that is not a JSON object."""
+    """A tool call. If the model's arguments are not a JSON object, `arguments` is the model's text."""
 
     tool_name: str
     arguments: dict[str, Any] | str
@@ -139,7 +140,7 @@ class CreditedAchievement(Reply):
 
 
 class StepwiseBlock(Reply):
-    """The reward of a decision; the last two fields are for the strategy `per_achievement`."""
+    """The reward of a decision. The last two fields are set only with the strategy `per_achievement`."""
 
     decision_index: int = Field(description="from 1")
     indicator: int
@@ -166,7 +167,10 @@ class Timing(Reply):
 
 
 class LegacyMeta(Reply):
-    """Facts about a decision's model call; tokens and sampling only if the request has record.logprobs."""
+    """Facts about a decision's model call.
+
+    `policy_logprobs` and `sampling` are set only if the request sets record.logprobs.
+    """
 
     inference_url: str | None
     inference_request: InferenceRequest
@@ -181,7 +185,7 @@ class LegacyMeta(Reply):
 
 
 class LegacyStepInfo(Reply):
-    """Facts about a decision; the last three fields are for a refused decision."""
+    """Facts about a decision. The last three fields are set only if the decision was invalid."""
 
     achievements_added: tuple[str, ...]
     executed_actions: tuple[str, ...]
@@ -208,7 +212,7 @@ class LegacyStep(Reply):
 
 
 class LegacyFinal(Reply):
-    """The end of an episode; the last three fields are for an episode that was cut short."""
+    """The end of an episode. The last three fields are set only if the episode was cut short."""
 
     observation: ObservationReply | None
     stop_reason: str | None
@@ -231,7 +235,7 @@ class DecisionSample(Reply):
 
 
 class LegacyTrajectory(Reply):
-    """One episode; it has `decision_samples` only if decision rewards are on."""
+    """One episode. `decision_samples` is set only if decision rewards are on."""
 
     env_id: str
     policy_id: str
@@ -244,7 +248,7 @@ class LegacyTrajectory(Reply):
 
 
 class StepwiseDetails(Reply):
-    """The sums of the `stepwise` blocks of all episodes, and the settings of the rewards."""
+    """Sums over the `stepwise` blocks of all decisions of the rollout, and the settings of the rewards."""
 
     indicator_sum: int
     reward_sum: float
@@ -286,7 +290,7 @@ class TracedCall(Reply):
 
 
 class TracedRewards(Reply):
-    """The achievements of a decision; `turn` counts from 0 here."""
+    """The achievements of a decision. `turn` counts from 0 here, but from 1 in the trajectory's steps."""
 
     turn: int
     ach_delta: int
@@ -305,7 +309,7 @@ class TracedEvent(Reply):
 
 
 class LegacyTrace(Reply):
-    """The trace; a compact one has neither events nor messages."""
+    """The trace of a rollout. `event_history` and `messages` are not set in a compact trace."""
 
     session_id: str
     created_at: str
@@ -328,7 +332,7 @@ class PipelineMetadata(Reply):
 
 
 class LegacyRolloutReply(Reply):
-    """A whole rollout, with a trajectory for each of its episodes."""
+    """A whole rollout, with one trajectory for each of its episodes."""
 
     run_id: str
     trajectories: tuple[LegacyTrajectory, ...]
@@ -346,8 +350,8 @@ class LegacyRolloutReply(Reply):
 async def play_rollout(request: Request, body: LegacyRollout) -> Response:
     """Play one rollout and reply with it.
 
-    If the client disconnects, the rollout is cancelled, unless the request has an Idempotency-Key: the client
-    may then fetch the reply later.
+    If the client disconnects, the rollout is cancelled. A request with an Idempotency-Key is not cancelled,
+    because the client may fetch the reply later.
     """
     rollout = legacy_rollout(get_services(request), body)
     if "idempotency-key" in request.headers:

@@ -1,1 +1,1 @@
-"""The versions of the store's tables; store/database.py migrates to them."""
+"""The versions of the store's tables. `store.database.migrate` applies them."""

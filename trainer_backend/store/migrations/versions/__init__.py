@@ -1,1 +1,1 @@
-"""One file per version, `vNNNN_what.py`: `upgrade`, `downgrade`, and the version before it."""
+"""One file per version, `vNNNN_what.py`, with `upgrade`, `downgrade` and the previous version."""

@@ -1,6 +1,6 @@
 """The first version, whose tables copied the runs' files. New databases begin with version 2.
 
-`tests/trainer_backend/store/version_1.py` has its tables.
+`tests/trainer_backend/store/version_1.py` defines these tables.
 """
 
 revision = "0001"
@@ -8,8 +8,8 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Do nothing: version 2 makes all tables, or converts those of version 1."""
+    """Do nothing: version 2 creates all tables, or converts the existing tables of version 1."""
 
 
 def downgrade() -> None:
-    """Do nothing: version 2 drops all tables."""
+    """Do nothing: the downgrade of version 2 has dropped all tables."""

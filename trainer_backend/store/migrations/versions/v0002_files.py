@@ -44,7 +44,8 @@ def _place_column() -> sa.Column[int]:
 
 
 _JOBS = sa.table("jobs", sa.column("number", sa.Integer), sa.column("config", sa.Text), *_job_columns())
-# Keys of [retention] that went with their table. A job that waits to begin must not fail on them.
+# Keys of [retention] that were removed together with the table of decisions. A queued job that still
+# contains them must not fail.
 _DECISIONS = re.compile(r"^decisions_(?:iterations|days) = .*\n", re.MULTILINE)
 _ROWS = sa.table(
     "metric_rows",
@@ -65,7 +66,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop all tables: version 1 cannot be filled from these."""
+    """Drop all tables, because the tables of version 1 cannot be filled from those of version 2."""
     for table in ("rollouts", "synced_files", "jobs"):
         op.drop_table(table)
 
@@ -82,7 +83,7 @@ def optional(kind: Any, *names: str) -> list[sa.Column[Any]]:
     return [sa.Column(name, kind) for name in names]
 
 
-# Columns that version 1 has, too.
+# Columns that version 1 already has.
 def job_columns_of_1() -> tuple[SchemaItem, ...]:
     return (
         sa.Column("number", sa.Integer, primary_key=True),
@@ -142,7 +143,7 @@ def _convert() -> None:
         "UPDATE jobs SET finished = (SELECT MAX(finished) FROM iterations WHERE job = jobs.number), "
         "iteration = COALESCE((SELECT MAX(iteration) FROM iterations WHERE job = jobs.number), 0)"
     )
-    # A file's rollouts were stored in its order.
+    # Version 1 stored the rollouts of a file in the order of the file.
     op.execute(
         "UPDATE rollouts SET place = ordered.place FROM (SELECT number, ROW_NUMBER() OVER "
         "(PARTITION BY file ORDER BY number) - 1 AS place FROM rollouts) AS ordered "
@@ -160,7 +161,7 @@ def _convert() -> None:
 
 
 def _fill_jobs() -> None:
-    """Fill the columns that a sync fills, also for jobs whose run directory is gone."""
+    """Fill the new columns from the old tables, since no sync can fill them once a run directory is gone."""
     connection = op.get_bind()
     for number, config in connection.execute(sa.select(_JOBS.c.number, _JOBS.c.config)).all():
         values = _names(config) | {
@@ -185,7 +186,7 @@ def _names(config: str) -> dict[str, Any]:
 
 
 def _last(connection: sa.Connection, job: int, kind: str, name: str) -> float | None:
-    """Return a number of the last row of a kind."""
+    """Return the number `name` of the last row of a kind, or None."""
     query = sa.select(_ROWS.c.row).where(_ROWS.c.job == job, _ROWS.c.kind == kind)
     row = connection.scalar(query.order_by(_ROWS.c.iteration.desc()).limit(1)) or {}
     value = row.get(name)

@@ -1,4 +1,4 @@
-"""Stores with each file the counts of its rollouts, so that no page reads every rollout of a run."""
+"""Stores counts of rollouts for each file, so that no page needs to read all rollouts of a run."""
 
 from itertools import groupby
 from operator import itemgetter
