@@ -134,7 +134,7 @@ def _place(exc: BaseException, call: Callable[..., object] | None) -> str:
 
     This is the innermost frame that is neither in our code nor in an installed library. If there is no such
     frame, return the line that defines `call`. Without `call`, return the innermost frame in a library,
-    because a plug-in may be an installed package, or else in our code, because a plug-in may be built in.
+    because a plug-in may be an installed package. If there is none, return the innermost frame of all.
     """
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(exc.__traceback__)]
     for known in ((*_OURS, *_LIBRARIES), _OURS, ()):

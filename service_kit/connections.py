@@ -218,9 +218,9 @@ class BoundedConnection(HttpToolsProtocol):
             raise ValueError("too large")  # httptools then calls send_400_response
 
     def _is_idle(self) -> bool:
-        """Whether no request is in progress and no keep-alive timer of uvicorn runs.
+        """Whether the connection waits for a request, but uvicorn's keep-alive timer does not limit the wait.
 
-        Received data stops uvicorn's timer even if the data does not begin a request.
+        Any received data stops uvicorn's timer, even data that does not begin a request.
         """
         is_answered = self.cycle is None or self.cycle.response_complete
         return is_answered and not self._in_body and self.timeout_keep_alive_task is None

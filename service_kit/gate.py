@@ -54,7 +54,7 @@ _TooLarge = Callable[[], BodyTooLarge]
 
 
 class KeyDoor:
-    """A door that accepts requests with a valid API key; a door decides for `Gate` which requests to accept.
+    """A door decides for `Gate` which requests to accept; this door accepts those with a valid API key.
 
     The key may be in one of the headers that `presented_keys` reads. In some requests, the key may also be
     the password of `Authorization: Basic`. A browser repeats a Basic password even in requests that a page of
@@ -68,8 +68,8 @@ class KeyDoor:
     The last group exists for clients whose users can configure a URL, which may contain a password, but no
     header.
 
-    If the service has no keys and needs none, the door accepts only requests from this machine, and none that
-    a page of another site sent. Requests to `open_paths`, and to paths below `open_below`, need no key.
+    If the service has no keys and needs none, the door accepts requests from this machine only, unless a page
+    of another site sent them. Requests to `open_paths`, and to paths below `open_below`, need no key.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ def origin_error(scope: Scope, keys: Keys) -> ServiceError | None:
 
 
 def no_key(keys: Keys, headers: RawHeaders, kind: type[ServiceError] = Unauthorised) -> ServiceError:
-    """Return the error for a request without a valid key; its class is `kind`."""
+    """Return an error of the class `kind` for a request without a valid key."""
     return kind(
         "another key was given" if presented_keys(headers) else "no key was given",
         where="header X-API-Key",

@@ -61,8 +61,8 @@ class Keys:
     Args:
         keys: the valid keys; may be empty.
         variable: environment variable of the key, which error messages name.
-        needed: what a service without keys does. If True, it refuses every request; if False, it answers
-            requests from this machine only.
+        needed: if True, a service without keys refuses every request; if False, it answers only requests
+            from this machine.
     """
 
     def __init__(self, keys: Iterable[SecretStr], *, variable: str, needed: bool = True) -> None:

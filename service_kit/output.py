@@ -91,9 +91,10 @@ class Output:
         os.close(self._far_end)
 
     def begin_call(self) -> None:
-        """Allow further MAX_LOG_BYTES of output, because a new call of the child begins.
+        """Allow MAX_LOG_BYTES of further output, because a new call of the child begins.
 
-        Log how many bytes were left out so far. Do nothing if the last reset was less than _PERIOD_S ago.
+        Also log how many bytes were left out so far. If the allowance was last renewed less than _PERIOD_S
+        ago, do nothing.
         """
         with self._lock:
             if self._clock() - self._since_s >= _PERIOD_S:

@@ -47,8 +47,8 @@ def kill_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when the thread that started it ends.
 
     This works even if the process is stopped by SIGSTOP. If the process `parent` has already ended, exit
-    immediately. On systems other than Linux, this function has no effect. There, `end_with_parent` still
-    works unless the process is stopped.
+    immediately. On systems other than Linux, this function has no effect; use `end_with_parent` as well,
+    which works on any system unless the process is stopped.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -112,8 +112,8 @@ class Child(Process):
 
         Args:
             stdout, stderr: as for `subprocess.Popen`. The methods `address` and `lines` need stdout=PIPE.
-            prints: receives stdout and stderr, except a stream that has its own argument. The method
-                `end_all` also ends `prints`.
+            prints: receives stdout if `stdout` is None, and stderr if `stderr` is None. The method `end_all`
+                also ends `prints`.
             folder: working directory of the command.
             descriptors: open file descriptors that the child inherits under the same numbers.
             is_ours: whether the command is a program of Turnwise, which exits when its standard input closes.
@@ -337,7 +337,7 @@ class Worker:
     stop_s = 10.0
     """Seconds that the process has to end after SIGTERM before it gets SIGKILL."""
     ready_s: float | None = None
-    """Most seconds from the start of the process until it is ready; None means no limit."""
+    """Time limit in seconds from the start of the process until it is ready; None means no limit."""
     silence_s: float | None = None
     """Seconds that a probe may take before the process is killed; None means that no probes are sent."""
     pauses_s = (0.5, 10.0)
@@ -361,12 +361,12 @@ class Worker:
     async def serve(self, process: Process) -> bool:
         """Wait until the process is ready and return True.
 
-        Return False if the process ended before it was ready, or if it should be ended.
+        Return False if the process ended before it was ready, or to let the worker end it.
         """
         return await process.address() is not None
 
     async def live(self, process: Process) -> None:
-        """Wait until the process, which is ready, has ended or should be ended."""
+        """Wait until the ready process has ended; return earlier to let the worker end the process."""
         await process.ended()
 
     async def probe(self) -> None:

@@ -11,11 +11,11 @@ Over HTTP, a call is the request POST /calls/{name}, whose body contains the arg
 of text lines: any number of lines such as `progress [3, 10]`, then one line `result [...]` or `error {...}`.
 `service_kit/socket_calls.py` sends the same lines over a socket.
 
-Numbers are transferred exactly, including NaN and infinity, but pydantic models follow their own config. If a
-call raises an error, the caller gets an error of the same class or, if the caller's process does not know
-this class, of the nearest base class that it knows. Both processes limit the size of the data that they read
-and check its type. Data that does not fit raises the table's error class `failure`, with a message that names
-the call, the field and the value.
+Numbers, including NaN and infinity, are transferred exactly unless a pydantic model's config excludes them.
+If a call raises an error, the caller gets an error of the same class or, if the caller's process does not
+know this class, of the nearest base class that it knows. Both processes limit the size of the data that they
+read and check its type. Data that does not fit raises the table's error class `failure`, with a message that
+names the call, the field and the value.
 """
 
 import asyncio

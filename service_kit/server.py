@@ -36,7 +36,7 @@ class Listener:
     Port 0 means any free port; `url` contains the actual port.
 
     Raises:
-        PortTaken: the port cannot be used. If uvicorn opened the port, it would end the process instead.
+        PortTaken: the port cannot be used. In this case, uvicorn itself would end the process.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -77,9 +77,9 @@ class Server(uvicorn.Server):
         max_message_bytes: size limit of a WebSocket message.
         posts: functions that answer some POST requests without the app (see service_kit.connections).
         ready: called when the server begins to accept connections.
-        before_stop: awaited while the server still accepts connections. Its argument is True if the server
-            stops because the parent process ended. The shutdown event of the app's lifespan would be too late
-            for this work, because uvicorn no longer listens then.
+        before_stop: called and awaited when the server is about to stop but still accepts connections. The
+            argument is True if it stops because the parent process ended. The shutdown event of the app's
+            lifespan would come too late, because uvicorn no longer listens then.
         on_second_signal: called when the process receives a second stop signal, which also aborts open
             requests. If None, a second signal has no effect.
     """

@@ -127,9 +127,9 @@ def find_variables(table: type[SettingsTable]) -> dict[str, Variable]:
 def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any) -> Table:
     """Read the settings of the class `table` from environment variables and command-line options.
 
-    An option takes precedence over an environment variable, except for a setting that is a list: the items of
-    its option are appended to the items of its variable. An empty option or variable counts as not set, but
-    the empty variable of a list makes the list empty.
+    An option takes precedence over an environment variable. If a setting is a list, the items of its option
+    are instead appended to the items of its variable. An empty option or variable counts as not set; only for
+    a list, an empty variable sets an empty list.
 
     Args:
         environ: the environment variables.

@@ -6,8 +6,8 @@
     server -> caller      3 progress [3, 10]       3 result [...]      3 error {...}
 
 Each line begins with the number of its call, which the caller chooses. `stop` cancels the call. The rest of a
-line from the server is the same as in a reply over HTTP. A call over HTTP takes seven times as long, which
-would be too slow for an inference engine, because each sample is one call.
+line from the server is the same as in a reply over HTTP. Inference engines use a socket, because each sample
+is one call, and a call over HTTP takes seven times as long.
 """
 
 import asyncio

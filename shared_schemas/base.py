@@ -32,9 +32,9 @@ def _fail_fast(schema: Any) -> None:
 
 
 class _FirstErrorOnly:
-    """Annotation of a type: validation of each list in it stops at the first invalid element.
+    """Annotation with which pydantic stops validating each list in a type at the first invalid element.
 
-    By default pydantic keeps one error per element: a megabyte of `{}` costs 10 s and 2 GB.
+    Otherwise pydantic keeps an error for every element, and a megabyte of `{}` costs 10 s and 2 GB.
     """
 
     @classmethod
@@ -82,7 +82,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def with_optional(source: type[BaseModel], absent: str = "") -> Callable[[type[Model]], type[Model]]:
-    """Return a class decorator that adds the fields of `source` that the class lacks, with default None.
+    """Return a decorator that adds those fields of `source` that a class lacks, with default None.
 
     `absent` says what None means; it is appended to the description of each field.
     """
@@ -104,7 +104,7 @@ def with_optional(source: type[BaseModel], absent: str = "") -> Callable[[type[M
 class Reply(Body):
     """Base class of replies that a service writes and does not read.
 
-    The validator is built at first use, because most replies are only declared to FastAPI.
+    Validators are built at first use, because most of these types only serve the OpenAPI document.
     """
 
     model_config = ConfigDict(defer_build=True)
@@ -159,7 +159,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 def suggest_to_policy(name: str, known: Collection[str]) -> str:
     """Return the end of a message to a policy about an unknown name: `"; known: a, b. Did you mean 'a'?"`.
 
-    Do not change this wording: environments show it to policies, and their results must stay comparable.
+    Do not change this wording: policies read it, and a new wording would change their results.
     """
     close = closest(name, known)
     guess = "" if close is None else f". Did you mean {close!r}?"

@@ -5,7 +5,7 @@ If a request names its conversation in the header ROLLOUT_HEADER, the reply also
 
     prompt_token_ids, prompt_ids_reused      at the top of the reply
     token_ids, token_logprobs, versions      in choices[0]
-    experts                                  in choices[0], if the engine records the experts of the model
+    experts                                  in choices[0], if the engine records which experts were used
     raw_text                                 in choices[0]: all sampled text without the stop token,
                                              including parsed tool calls (message.content excludes them)
 
@@ -30,7 +30,7 @@ be parsed, the message has the reason as `tool_call_error` and the raw text as c
 model's format separates from the content is in `reasoning_content`.
 
 A key whose value is null counts as absent (`without_nulls`). The reply's header IGNORED_HEADER lists the
-request's settings that had no effect. Both rules also hold for the endpoints of captures.
+request's settings that had no effect. Both rules also hold for calls of captured agents.
 """
 
 from enum import StrEnum
@@ -52,7 +52,7 @@ class StructuredOutput(StrEnum):
 def openai_error(sentence: str, *, status: int, code: str, where: str | None) -> dict[str, Any]:
     """Return an `error` object of OpenAI's APIs, whose type and code decide which exception a client raises.
 
-    The code of a full context is also appended to the sentence, because LangChain looks for it there.
+    If the context is full, the sentence also ends with the code, because LangChain looks for it there.
     """
     if code == CONTEXT_LENGTH_EXCEEDED and code not in sentence:
         sentence = f"{sentence} ({code})"

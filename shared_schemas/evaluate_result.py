@@ -1,4 +1,4 @@
-"""The types of the result of a user's reward function, with the names that source 2 publishes.
+"""The result of a user's reward function: types with published names (source 2 of docs/sources.md).
 
 Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (the reward function of Phase 1); DESIGN.md 4.3.
 """
@@ -15,7 +15,7 @@ StepIndex = Annotated[int, Field(strict=True)] | Annotated[str, Field(max_length
 
 
 class MetricResult(Body):
-    """A further score that is only shown to people and affects no reward."""
+    """An additional score, which is shown to people and affects no reward."""
 
     is_score_valid: bool = True
     score: Finite = Field(ge=0.0, le=1.0)

@@ -1,9 +1,8 @@
-"""Reads JSON as both services accept it: with valid characters, finite numbers and bounded depth.
+"""Reads JSON and checks it for both services: valid characters, finite numbers and bounded depth.
 
 Python's `json` accepts values that cannot be written to records, replies or databases: lone surrogates
 ("\\ud83d"), NaN, 1e999, hundreds of levels. Requests with such values are refused, so that the sender gets
-the error. In text of a model or an environment, `?` replaces lone surrogates, because no sender could correct
-it.
+the error. A model or an environment cannot correct its text, so `?` replaces lone surrogates in it.
 """
 
 import json
@@ -47,7 +46,7 @@ def read_json(text: bytes | str, *, keeps_nul: bool = False) -> Any:
 
 
 def read_typed(validate: Callable[[bytes], Value], text: bytes) -> Value:
-    """Parse a JSON text with `validate`, a `validate_json` of pydantic, and refuse repeated keys.
+    """Parse a JSON text with `validate`, a pydantic type's `validate_json`, and refuse repeated keys.
 
     Raises the errors of `validate`, RepeatedKey, or ValueError for text that Python's `json` cannot parse.
     """

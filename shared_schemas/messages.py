@@ -45,9 +45,9 @@ class ToolSpec(OpenBody):
 
 
 def refuse_no_opening(value: Any, name: str) -> None:
-    """Raise ValueError unless a value can open an episode: a text, or messages that end with the user's.
+    """Raise ValueError unless a value can open an episode: a text, or messages ending with a user message.
 
-    Only a message with tool calls may be empty. The error begins with `name`, the value's column or key.
+    Only a message with tool calls may be empty. `name` is the value's column or key, for the error.
     """
     if isinstance(value, str) and value.strip():
         return
@@ -74,9 +74,9 @@ def dialogue_opening(prompt: tuple[Message, ...] | str, system: str = "") -> tup
 
 
 def refuse_unanswerable(value: Any, name: str) -> None:
-    """Raise ValueError unless an interaction can answer the messages, which must end with the assistant's.
+    """Raise ValueError unless an interaction can answer the messages: the last is an assistant message.
 
-    An assistant message with empty content or None is accepted; the interaction scores it like any other.
+    Its content may be empty or None, because the interaction scores such an answer like any other.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} is {shown(value)}; it is a list of messages, and not empty")

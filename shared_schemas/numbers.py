@@ -148,13 +148,13 @@ def _written(match: re.Match[str]) -> _Written:
 
 
 def _find_marked(text: str) -> Iterator[tuple[_Written, int]]:
-    """Yield each number directly after a mark `#### ` and its end in the text, in backward order."""
+    """Yield each number directly after a mark `#### ` and its end index, last number first."""
     matches = [*_MARKED.finditer(text.translate(_PLAIN), max(0, len(text) - _MOST))]
     yield from ((_written(match), match.end()) for match in reversed(matches))
 
 
 def _find_all(text: str) -> Iterator[tuple[_Written, int]]:
-    """Yield each number and its end in the text, in backward order; of a list `1,2,42`, only the last."""
+    """Yield each number and its end index, last number first. A list `1,2,42` yields only its last item."""
     stop, least = len(text), max(0, len(text) - _MOST)
     while stop > least:
         digits = [*_DIGIT.finditer(text, max(0, stop - LONGEST), stop)]
@@ -174,7 +174,7 @@ def _find_all(text: str) -> Iterator[tuple[_Written, int]]:
 
 
 def _match_number(text: str, place: int) -> tuple[re.Match[str], int]:
-    """Return the match of the number whose last digit is at `place`, and the start of the searched part."""
+    """Return the match of the number whose last digit is at `place`, and the offset to add to its indices."""
     for width in (50, 2 * LONGEST):
         before = max(0, place - width)
         part = text[before : place + 5].translate(_PLAIN)

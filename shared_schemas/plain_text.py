@@ -1,7 +1,7 @@
 """Reads users' text files: UTF-8 with or without a byte order mark.
 
-Windows editors and shells write a byte order mark, or UTF-16. All files of users are read by this module. It
-removes the mark, and its error about another encoding names that encoding.
+Windows editors and shells write a byte order mark, or UTF-16. This module reads all files of users. It
+removes the mark, and refuses UTF-16 and UTF-32 with an error that names the encoding.
 """
 
 import json
@@ -24,8 +24,8 @@ def read_text(path: Path) -> str:
 def decode_text(data: bytes) -> str:
     """Decode UTF-8, and remove a byte order mark.
 
-    Raises ValueError, whose message names the place of an invalid byte, or UTF-16 or UTF-32 if the text has
-    that encoding. The message contains no part of the text, because the text may be a secret key.
+    Raises ValueError for UTF-16, UTF-32 or an invalid byte. The message names the encoding or the place of
+    the byte, but contains no part of the text, because the text may be a secret key.
     """
     encoding = json.detect_encoding(data)  # by the mark, or by zeros next to the first characters
     if not encoding.startswith("utf-8"):

@@ -22,8 +22,8 @@ EventRewardsKind = Literal["unique", "absolute"]
 class StepRewardKeys(Body):
     """The settings of decision rewards, with their names in the table [training].
 
-    Only the first two affect an episode: they decide whether a step's metadata contains `decision_rewards`.
-    The other three affect only how rewards are computed; a request contains them for the record.
+    The first two settings decide whether the task app writes `decision_rewards` into a step's metadata. The
+    other three affect only how rewards are computed; a request contains them so that they are recorded.
 
     Source: 1-crafter-event-rewards.md, "Switches/Flags in TOML"; DESIGN.md 4.3.
     """
@@ -100,7 +100,7 @@ def reward_vector(
     decision metadata, and the other modes ignore the outcome, so that no achievement counts twice. In an
     environment without achievements, the `decision_stepwise` reward r[t] is parts_t.
 
-    Without a horizon, H is T, as published; a reward then depends on how many decisions follow.
+    If `horizon` is None, H is T, as in the source. A reward then depends on how many decisions follow it.
     Raises UndefinedReward if the episode has no decisions or more than the horizon, if its turns are not 1..T
     in order, if a record that the mode needs is missing or belongs to another turn, or if a reward is missing
     or not finite.
@@ -197,7 +197,7 @@ def _record(step: StepData, length: int) -> DecisionRewards:
 
 @lru_cache(maxsize=1024)
 def _no_rewards(turn: int) -> DecisionRewards:
-    """Return the record of a decision without achievements; episodes share it, because it is frozen."""
+    """Return the record of a decision without achievements. It is cached and shared, because it is frozen."""
     return DecisionRewards(turn=turn, ach_delta=0, unique_delta=0, all=(), unique=())
 
 

@@ -71,7 +71,7 @@ class Start(Body):
     """Where an episode starts: in the world of a seed, or in the state that `snapshot` contains.
 
     A snapshot, such as from POST /env/snapshot, must come from the same environment and config. Its world,
-    counters and history continue, but turns and limits count from this start. The parent is only recorded.
+    counters and history continue; turns and limits count from here. `parent_…` fields are only recorded.
     """
 
     # One class and not a union, because the names of a union's members would appear in the paths of errors.
@@ -126,7 +126,7 @@ class InteractionSpec(Body):
 
 
 def default_interaction_name(class_name: str) -> str:
-    """Return the published default name: the class name in lower case without module and `Interaction`."""
+    """Return the default name of an interaction class: `gsm8k` for `package.module.Gsm8kInteraction`."""
     return class_name.rpartition(".")[2].removesuffix("Interaction").lower()
 
 
@@ -137,7 +137,7 @@ TerminationTarget = Literal["raw", "text"]
 
 
 class CostKeys(Body):
-    """Costs of decisions. They do not change the task; rollouts of agents (docs/captures.md) refuse them."""
+    """Costs of decisions, which affect only rewards. Captured agents (docs/captures.md) cannot have them."""
 
     invalid_action_penalty: Penalty = Field(
         default=0.0, description="reward of each refused decision, added to what it earns"
@@ -145,7 +145,7 @@ class CostKeys(Body):
 
 
 class LimitKeys(CostKeys):
-    """Limits that end an episode, and costs of decisions; keys of [rollout], a request and a task."""
+    """Limits that end an episode, and costs of decisions. [rollout], requests and tasks have these keys."""
 
     max_invalid_decisions: Decisions = Field(default=5, description="then the episode ends as invalid_action")
     timeout_s: Seconds = Field(default=600.0, description="time limit of an episode")

@@ -26,7 +26,7 @@ def has_spread(values: Sequence[float], *, size: float) -> bool:
 
 
 def largest(values: Iterable[float]) -> float:
-    """Return the largest magnitude among values: their `size`, unless they are sums of larger terms."""
+    """Return the largest magnitude among values. It is their `size` if no value is a sum of larger terms."""
     return max(map(abs, values), default=0.0)
 
 

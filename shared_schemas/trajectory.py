@@ -72,8 +72,8 @@ _EVERY_TOKEN = -1  # top_k on the wire
 class SamplingKeys(Body):
     """The sampling options that a person sets; an option at its default has no effect.
 
-    [rollout], [[rollout_only]], the config of a policy, the record of a decision and requests to the engine
-    inherit these fields. `trainer_backend.inference.sampler` applies the options to logits.
+    The tables [rollout] and [[rollout_only]], policy configs, recorded decisions and requests to the engine
+    have these fields. `trainer_backend.inference.sampler` applies the options to logits.
     """
 
     model_config = ConfigDict(allow_inf_nan=False)
@@ -107,7 +107,7 @@ class SamplingKeys(Body):
 
     @property
     def truncation(self) -> str:
-        """As `changes`, but only the options that exclude tokens: all except the temperature."""
+        """Like `changes`, but without the temperature, so that only options that exclude tokens remain."""
         return self._list_changes(TRUNCATING)
 
     @property
@@ -128,8 +128,8 @@ TokenLimit = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 class Sampling(SamplingKeys):
     """The options with which a decision's tokens were sampled; needed to recompute the tokens' log-probs.
 
-    Every request for tokens gets its options from one of the two methods, so that the sent and the recorded
-    options are the same. A field has the name of its key in the request.
+    Every request for tokens takes its options from `request_keys` or `whole_request_keys`, so that the
+    recorded options are those that were sent. Fields have the names of the request's keys.
     """
 
     seed: int | None = Field(default=None, ge=0, lt=2**64)
@@ -152,8 +152,8 @@ class Sampling(SamplingKeys):
 class ExpertChoices(Body):
     """The experts that processed the tokens of one model call, in a mixture-of-experts model.
 
-    first: index in prompt + response of the first token in `data`; `data` continues with the next tokens.
-    per_token: count of expert numbers per token: (layers with experts) * (experts per layer), by layer.
+    first: `data` describes the tokens of prompt + response from this index on.
+    per_token: number of experts per token in `data`: (layers with experts) * (experts per layer), by layer.
     data: base64 of the numbers, little-endian, `number_bytes` bytes each; the largest number means unknown.
     """
 
@@ -212,8 +212,8 @@ LogProbs = Annotated[
 class ObservationData(Body):
     """The prompt of a decision, and further facts of its state (DESIGN.md 4.2).
 
-    It is also a sequence of all messages of the prompt, as in source 2: `observation_data[-1].content`. For a
-    conversation, only new messages are sent over the wire; the process that played the episode has all.
+    It also acts as a sequence of the prompt's messages, as in source 2: `observation_data[-1].content`. In a
+    conversation, only new messages are sent; the process that played the episode can rebuild all of them.
     """
 
     messages: tuple[Message, ...] = Field(
@@ -336,12 +336,12 @@ class StepInfo(Body):
 
 
 class StepData(Body):
-    """One decision of an episode: a model call, its tool calls and the S env steps they triggered.
+    """One decision of an episode: a model call, its tool calls, and the S env steps that these triggered.
 
-    All fields of source 2 are parameters and attributes. Two of them are not fields of this model:
-    `system_step_index` is `turn` - 1, and `resulting_messages_history` exists only in the process that played
-    the episode, or if it was passed in. The history is no field, because every step would then send the whole
-    conversation (DESIGN.md 4.2, 4.16).
+    Every field of source 2 is a parameter and an attribute here. Two of them are not fields of this model:
+    `system_step_index`, which is `turn` - 1, and `resulting_messages_history`, which exists only if it was
+    passed in or the episode was played in this process. If the history were a field, every step would send
+    the whole conversation (DESIGN.md 4.2, 4.16).
 
     Source: 2-rollout-worker-and-gigpo.md, Task 2.1 (names); DESIGN.md sections 3 and 4.
     """
@@ -390,8 +390,8 @@ class StepData(Body):
         """Make a step in this process.
 
         `system_step_index` counts from 0 and may replace `turn`. `resulting_messages_history` is for a step
-        that was not played in this process. observation_data and step_info may have values of other types,
-        which estimators in this process can read; such a step cannot be sent.
+        that was not played in this process. `observation_data` and `step_info` may be objects of any type,
+        for estimators in this process; a step with such objects cannot be sent.
         """
         if system_step_index is not None:
             turn = fields.setdefault("turn", system_step_index + 1)
@@ -419,7 +419,7 @@ class StepData(Body):
         self.__dict__[_HISTORY] = history
 
     def follow(self, before: "StepData | None") -> None:
-        """Set the previous step of an episode that is no conversation; None for the first step."""
+        """Set the previous step (None: this is the first) in an episode that is no conversation."""
         self.__dict__[_BEFORE] = before
 
     @property
@@ -466,7 +466,7 @@ class StepData(Body):
 
     @property
     def assistant_turn_index(self) -> int:
-        """The index of this step's answer among the policy's answers, as in a `StepOutput`.
+        """The index, from 0, of this step's answer among the policy's answers: `step_index` of `StepOutput`.
 
         Assistant messages of the first prompt are examples and do not count.
         """
@@ -512,7 +512,7 @@ def exact_tokens(step: StepData) -> PolicyLogprobs | None:
 
 
 class UserReward(Body):
-    """The result of a user's reward function, and the environment's outcome that its score replaces."""
+    """The result of a user's reward function, and the environment's outcome that `result.score` replaces."""
 
     reward_function: str
     result: EvaluateResult

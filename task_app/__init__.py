@@ -1,1 +1,1 @@
-"""The task app: environments behind HTTP, episodes, decision rewards. It needs no torch and no tokenizer."""
+"""The task app: serves environments over HTTP, and plays episodes with them. It needs no torch."""

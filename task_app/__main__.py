@@ -1,8 +1,9 @@
 """`python -m task_app --host 127.0.0.1 --port 8001` or `turnwise task-app`: start a task app.
 
-Port 0 takes a free port. When the task app is ready, it prints one line to stdout, which a trainer that
-started it reads: `listening on http://host:port`. With --replicas the line is `task_url = [...]`, for a job's
-[services]. Logs go to stderr. Exit codes: 0 stopped, 2 invalid setting, port or plug-in file.
+With port 0, the operating system chooses a free port. When the task app is ready, it prints the line
+`listening on http://host:port` to stdout; a trainer that started the task app reads the address from this
+line. With --replicas it prints `task_url = [...]` instead, a line for the table [services] of a job. Logs go
+to stderr. The exit code is 0 after a normal stop, and 2 if a setting, the port or a plug-in file is invalid.
 """
 
 from service_kit.own_process import begin_imports
@@ -43,8 +44,8 @@ _VERSION = Annotated[
 def task_app(context: typer.Context, asked_version: _VERSION = False, **_options: Any) -> None:
     """Serve environments over HTTP: a task app alone; Ctrl-C ends it.
 
-    ENVIRONMENT_API_KEY (or ENVIRONMENT_API_KEY_FILE) holds the key that callers must send. Other settings
-    are environment variables, TURNWISE_…: docs/operations.md.
+    Callers must send the key in ENVIRONMENT_API_KEY, or in the file that ENVIRONMENT_API_KEY_FILE names.
+    Other settings are environment variables whose names begin with TURNWISE_: see docs/operations.md.
     """
     settings = read_settings(Settings, os.environ, **options_given(context))
     from task_app.process import run  # its imports take most of a second
@@ -58,7 +59,7 @@ task_app.__signature__ = make_signature(  # type: ignore[attr-defined]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; report an invalid setting, port or plug-in file in one sentence, with exit code 2."""
+    """Run the command. If a setting, the port or a plug-in file is invalid, print why and exit with 2."""
     try:
         begin_command(sys.argv[1:] if arguments is None else arguments)
         app(arguments, prog_name="turnwise task-app")

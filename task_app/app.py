@@ -1,4 +1,4 @@
-"""The task app as FastAPI: its routes, the middleware before them, and its lifespan."""
+"""Builds the task app's FastAPI application: its routes, its middleware and its lifespan."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -44,7 +44,7 @@ from task_app.sessions.idempotency import Once
 from task_app.settings import Settings
 
 OPEN_PATHS = frozenset({"/", "/health"})
-# Whole rollouts and long polls, which have other time limits.
+# Routes for whole rollouts and long polls. They are exempt from `request_deadline_s`, and have other limits.
 LONG = frozenset({"/rollout", "/rollouts"})
 _ROUTERS = (
     steps.router,
@@ -69,12 +69,12 @@ _ROUTERS = (
 
 
 class TaskApp(FastAPI):
-    """A FastAPI app that is wrapped in our own middleware."""
+    """A FastAPI app whose requests first pass through `front`, the middleware that `create_app` adds."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.front: ASGIApp = super().__call__
-        # POSTs that a connection answers at once, without middleware.
+        # Functions that answer POSTs to certain paths directly in the connection, without this middleware.
         self.posts: Posts = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -88,9 +88,10 @@ def create_app(
     needs_key: bool = True,
     spans: Spans | None = None,
 ) -> TaskApp:
-    """Build the app, by default with the plug-ins of `plugins.py`. Nothing runs before its lifespan starts.
+    """Build the app, by default with the plug-ins of `plugins.py`. Background tasks start with its lifespan.
 
-    Without keys the app refuses all requests if `needs_key` is true, and otherwise answers this machine only.
+    If `settings` contain no API key, the app refuses all requests if `needs_key` is true. If it is false, the
+    app answers only requests from this machine.
     """
     keys = Keys(settings.api_keys, variable=TASK_APP_KEY, needed=needs_key)
     boards = replace(boards or default_plug_boards(), reach=settings)
@@ -99,13 +100,13 @@ def create_app(
         title="Turnwise task app", version=version(), docs_url=None, redoc_url=None, lifespan=_lifespan
     )
     app.state.services = services
-    # Draw one picture at a time, so that threads stay free for episodes.
+    # Each semaphore admits one drawing job at a time, so that threads stay free for episodes.
     app.state.replays, app.state.pictures = asyncio.Semaphore(1), asyncio.Semaphore(1)
     app.state.openenv_sockets = openenv_socket.Sockets(settings.max_sessions)
     for router in _ROUTERS:
-        # include_router would build the models of each route again for each app.
+        # Not include_router, because it would build the models of each route again for each app.
         app.router.routes.extend(router.routes)
-    # For /info: app.openapi() would build the whole document, which blocks the event loop for half a second.
+    # The paths for /info. app.openapi() would also give them, but it blocks the event loop for half a second.
     app.state.paths = tuple(dict.fromkeys(
         route.path_format for router in _ROUTERS for route in router.routes
         if isinstance(route, APIRoute) and route.include_in_schema
@@ -118,7 +119,7 @@ def create_app(
 
 
 def _add_middleware(task_app: TaskApp, services: Services) -> None:
-    """Wrap the app in its middleware, innermost first, and set the POSTs that are answered at once."""
+    """Wrap the app in its middleware, innermost layer first, and fill `task_app.posts`."""
     settings, keys = services.settings, services.keys
     app: ASGIApp = Once(task_app.front, database=services.database)
     app = Deadline(app, at_most_s=settings.request_deadline_s, long=LONG)
@@ -161,7 +162,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def _sweep(services: Services) -> None:
-    """Forget expired sessions and results, at intervals."""
+    """Remove expired sessions and results every `sweep_every_s` seconds, until cancelled."""
     while True:
         await asyncio.sleep(services.settings.sweep_every_s)
         # Continue after an error, which boundary() logs: without the sweep, sessions would accumulate.

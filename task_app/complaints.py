@@ -1,4 +1,4 @@
-"""Turns an error of pydantic into one sentence with place, value and allowed values. Pure."""
+"""Converts pydantic's validation errors into one sentence: the place, the value and what is allowed."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -12,17 +12,17 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Choose the error to report: an unknown key, if any, because it may be a misspelt required key."""
+    """Return the first error about an unknown key (maybe a misspelt required key), else the first error."""
     return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
 def invalid(
     error: Mapping[str, Any], *, where: str = "", known: Collection[str] = (), meant: str | None = None
 ) -> InvalidRequest:
-    """Make an InvalidRequest from an element of pydantic's `ValidationError.errors()`.
+    """Convert an element of pydantic's `ValidationError.errors()` into an InvalidRequest.
 
-    `where` is the path in the body to the validated part. For an unknown key, the sentence suggests the
-    most similar of the `known` field names, or `meant` if that is given.
+    `where` is the path from the request's body to the validated part. If the error is an unknown key, the
+    message suggests `meant`, or without `meant` the most similar name in `known`.
     """
     place = ".".join([*filter(None, [where]), *(clipped(str(part)) for part in error["loc"])])
     if error["type"] == "extra_forbidden":
@@ -40,7 +40,7 @@ def invalid(
 
 
 def validated(model: type[M], value: Any, *, where: str) -> M:
-    """Validate a part of a body. Raises InvalidRequest."""
+    """Return a part of a request's body as an instance of `model`. Raises InvalidRequest if it is invalid."""
     try:
         return model.model_validate(value)
     except ValidationError as exc:
@@ -49,15 +49,15 @@ def validated(model: type[M], value: Any, *, where: str) -> M:
 
 
 def list_keys(model: type[BaseModel]) -> list[str]:
-    """Return the keys that a body of this model may have."""
+    """Return the keys that JSON for this model may contain."""
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def state_in(model: type[M], data: bytes) -> M:
-    """Read the state in an environment's snapshot.
+    """Parse the JSON bytes of an environment's snapshot.
 
     Raises:
-        ValueError: the bytes do not fit the model; `restore` passes this error on.
+        ValueError: the bytes are no valid JSON for the model. `restore` may let this error pass through.
     """
     try:
         return model.model_validate_json(data)
@@ -68,7 +68,7 @@ def state_in(model: type[M], data: bytes) -> M:
 
 
 def _quote_value(error: Mapping[str, Any], place: str) -> str:
-    """Quote the beginning of the invalid value, if it is a scalar and not a secret."""
+    """Return "; found ..." with the beginning of the invalid value, or "" if it is no scalar or a secret."""
     value = error.get("input")
     secret = "key" in place or "ground_truth" in place
     if error["type"] == "missing" or secret or not isinstance(value, str | int | float | bool):

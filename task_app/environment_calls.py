@@ -1,4 +1,7 @@
-"""Calls of an environment with checked results; a wrong result is a mistake of the environment's author."""
+"""Calls the methods of an environment, and checks the types of the values that they return.
+
+Every function raises CriticalError if the method raises an unexpected error or returns a wrong type.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,19 +16,19 @@ T = TypeVar("T")
 
 
 def reset_environment(environment: Environment, seed: int) -> Observation:
-    """Start the world of a seed. Raises CriticalError if the environment fails or returns another type."""
+    """Reset the environment with the seed, and return its first observation."""
     with boundary("environment.reset"):
         return _expect(Observation, environment.reset(seed), environment.reset)
 
 
 def take_decision(step: Callable[..., DecisionOutcome], *arguments: Any, **options: Any) -> DecisionOutcome:
-    """Call `step` or `answer` of an environment; errors as in `reset_environment`."""
+    """Call `step`, which is the method `step` or `answer` of an environment, and return its outcome."""
     with boundary("environment.step"):
         return _expect(DecisionOutcome, step(*arguments, **options), step)
 
 
 def list_tools(environment: Environment) -> tuple[ToolSpec, ...]:
-    """Return the environment's tools; errors as in `reset_environment`."""
+    """Return the environment's tools; the environment may return them as a list or a tuple."""
     with boundary("environment.tools"):
         tools: Any = environment.tools()
         listed = _expect(tuple, tuple(tools) if isinstance(tools, list) else tools, environment.tools)

@@ -1,7 +1,8 @@
-"""The errors of the task app; `service_kit.errors` has those of the HTTP edge.
+"""The errors of the task app; `service_kit.errors` defines the errors that all services share.
 
-Every message says where the fault is, what was found, what is allowed and the likely intent.
-`service_kit.problems` makes problem+json of errors; `rollouts` makes a RolloutFailure of an EpisodeFailed.
+Every message says where the fault is, what was found, what is allowed and what was probably meant.
+`service_kit.problems` converts an error into an HTTP reply. If an error ends a rollout,
+`task_app.rollouts.results` converts it into a RolloutFailure.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -17,12 +18,12 @@ T = TypeVar("T")
 
 
 def clipped(name: str, at_most: int = 80) -> str:
-    """Shorten a caller's text for a message."""
+    """Return a caller's text, shortened to `at_most` characters and "..." for an error message."""
     return name if len(name) <= at_most else name[:at_most] + "..."
 
 
 class TaskAppError(ServiceError, code="task_app_error"):
-    """Base of the tree."""
+    """Base class of the task app's errors."""
 
     def __str__(self) -> str:
         # A reply has separate fields for place and hint.
@@ -34,14 +35,22 @@ class InvalidRequest(TaskAppError, code="invalid_request", status=422):
 
 
 def refuse_used(uses: Mapping[str, bool], why: str, *, where: str, hint: str | None = None) -> None:
-    """Raise InvalidRequest for the first part of a request that is used; `why` says why it has no effect."""
+    """Raise InvalidRequest if the request uses a part that would have no effect.
+
+    `uses` maps the name of each such part to whether the request uses it. `why` completes the sentence
+    "<name> has no effect ...".
+    """
     for name, is_used in uses.items():
         if is_used:
             raise InvalidRequest(f"{name} has no effect {why}", where=where + name, hint=hint)
 
 
 class UnknownName(InvalidRequest, code="unknown_name"):
-    """A name is not on its list: `UnknownName("environment", "craftr", ENVIRONMENTS)` suggests "crafter"."""
+    """The request contains an unknown name, for example of a plug-in or a model.
+
+    For example, `UnknownName("environment", "craftr", ENVIRONMENTS)` suggests "crafter". If `like` is given,
+    the message suggests the known name that is most similar to `like`.
+    """
 
     def __init__(
         self,
@@ -59,11 +68,11 @@ class UnknownName(InvalidRequest, code="unknown_name"):
 
 
 class HostNotAllowed(InvalidRequest, code="inference_host_not_allowed"):
-    """The host is not on the operator's list."""
+    """The request names a host that is not on the operator's list of allowed hosts."""
 
 
 def check_host(kind: str, parts: SplitResult, hosts: Collection[str], *, where: str, hint: str) -> None:
-    """Raise HostNotAllowed if a URL's host is not on the list for its kind: `inference` or `environment`."""
+    """Raise HostNotAllowed if a URL's host is not in `hosts`; `kind` is "inference" or "environment"."""
     if not is_listed(parts, hosts):
         allowed = ", ".join(sorted({name.lower() for name in hosts})) or "none"
         raise HostNotAllowed(
@@ -75,14 +84,14 @@ def check_host(kind: str, parts: SplitResult, hosts: Collection[str], *, where: 
 
 
 class SnapshotRefused(InvalidRequest, code="snapshot_refused"):
-    """The bytes are no snapshot, an incomplete one, or one of another kind."""
+    """The bytes are not a snapshot, are damaged, or are a snapshot of another kind or environment."""
 
     def __init__(self, detail: str, *, where: str | None = "snapshot", hint: str | None = None) -> None:
         super().__init__(detail, where=where, hint=hint)
 
 
 class NotRestorable(InvalidRequest, code="not_restorable"):
-    """The plug-in has no snapshot() and restore()."""
+    """The environment or policy has no methods snapshot() and restore()."""
 
     def __init__(self, kind: str, name: str, *, where: str) -> None:
         super().__init__(
@@ -91,7 +100,7 @@ class NotRestorable(InvalidRequest, code="not_restorable"):
 
 
 class NotReseedable(InvalidRequest, code="not_reseedable"):
-    """The environment has no reseed()."""
+    """The request sets a seed for an environment that has no method reseed()."""
 
 
 class UnknownId(TaskAppError, code="unknown_id", status=404):
@@ -106,15 +115,15 @@ class Conflict(TaskAppError, code="conflict", status=409):
 
 
 class CursorExpired(Conflict, code="cursor_expired"):
-    """The service was restarted since it gave the cursor."""
+    """The cursor was not issued by this process, for example because the service was restarted since."""
 
 
 class IdempotencyConflict(Conflict, code="idempotency_conflict"):
-    """An idempotency key was used again with another body."""
+    """A request repeats an Idempotency-Key, but has another method, path or body than the first request."""
 
 
 class AnswerLost(Conflict, code="answer_lost"):
-    """The retried request was executed, but its answer is lost."""
+    """The retried request may have been carried out before, but the first answer is lost."""
 
 
 class EpisodeOver(Conflict, code="episode_over"):
@@ -131,22 +140,22 @@ class EpisodeOver(Conflict, code="episode_over"):
 
 
 def started(value: T | None) -> T:
-    """Return a value that is set from the first reset on; raise EpisodeOver if it is None."""
+    """Return `value`, which an environment sets in its first reset; raise EpisodeOver if it is still None."""
     if value is None:
         raise EpisodeOver("no episode was started", hint="reset the environment with a seed first")
     return value
 
 
 class RewardConflict(Conflict, code="reward_conflict"):
-    """A call of a capture, or its episode, has a reward already."""
+    """The model call of a capture, or the capture's whole episode, already has a reward."""
 
 
 class InferenceKeyNeeded(TaskAppError, code="inference_key_needed", status=428):
-    """The policy survived a restart, but its key did not."""
+    """The policy was restored after a restart, but its inference_key is lost and must be sent again."""
 
 
 class CapacityReached(TaskAppError, code="capacity_reached", status=429, retry_after_s=1):
-    """The service has reached a limit: of sessions, rollouts or bytes, or of plug-in calls that hang."""
+    """The service has reached a limit, for example of sessions, rollouts, stored bytes or hanging calls."""
 
 
 class ShuttingDown(TaskAppError, code="shutting_down", status=503, retry_after_s=5):
@@ -154,25 +163,25 @@ class ShuttingDown(TaskAppError, code="shutting_down", status=503, retry_after_s
 
 
 class SessionBusy(TaskAppError, code="session_busy", status=503, retry_after_s=1):
-    """An earlier request holds the session."""
+    """An earlier request still uses the session."""
 
 
 class JournalFailed(TaskAppError, code="journal_failed", status=507):
-    """The folder of --state-dir cannot be written."""
+    """The database of sessions in the folder --state-dir cannot be written."""
 
 
 class JournalDamaged(TaskAppError, code="journal_damaged"):
-    """A stored session cannot be restored; it stays in the database."""
+    """A stored session cannot be restored. Its data stay in the database."""
 
 
 class EpisodeFailed(TaskAppError, code="episode_failed", status=424):
-    """An episode failed and has no trajectory.
+    """An episode failed, so that it has no trajectory.
 
-    The status is not 5xx, because the service works, and a client need not repeat the request.
+    The HTTP status is not 5xx, because the service itself works, and a client need not repeat the request.
     """
 
     decisions_done = 0
-    """Number of complete decisions."""
+    """Number of decisions that were complete when the episode failed."""
 
 
 class PolicyUnavailable(EpisodeFailed, code="inference_unavailable", status=502):
@@ -184,11 +193,11 @@ class PromptRefused(PolicyUnavailable, code="inference_refused", status=422):
 
 
 class ContextLengthExceeded(EpisodeFailed, code="context_length_exceeded", status=422, recurs=True):
-    """The prompt is too long. An episode with a complete decision ends; any other episode fails."""
+    """The prompt is too long. If a decision is already complete, the episode ends; otherwise it fails."""
 
 
 class DeadlineExceeded(EpisodeFailed, code="deadline_exceeded", status=504):
-    """The time of an episode ran out before its first decision was complete."""
+    """An episode had no complete decision in time, or one call of an environment or policy took too long."""
 
 
 class RewardFunctionFailed(EpisodeFailed, code="reward_function_failed"):
@@ -200,7 +209,7 @@ class InteractionFailed(EpisodeFailed, code="interaction_failed"):
 
 
 class AgentFailed(EpisodeFailed, code="agent_failed"):
-    """The agent did not start, had no model call answered, or ended with an exit code that is not allowed."""
+    """The agent did not start, ended before a model call was answered, or ended with a wrong exit code."""
 
 
 class CriticalError(EpisodeFailed, code="critical_error", recurs=True):
@@ -208,5 +217,5 @@ class CriticalError(EpisodeFailed, code="critical_error", recurs=True):
 
 
 def boundary(what: str, call: Callable[..., object] | None = None) -> Boundary:
-    """Make a `Boundary` that converts exceptions of plug-ins to CriticalError."""
+    """Return a context manager that converts exceptions of plug-ins into CriticalError; see `Boundary`."""
     return Boundary(what, CriticalError, call)

@@ -1,9 +1,10 @@
-"""The operator's own plug-ins, from `--plugins FILE` and from packages.
+"""Loads the operator's own plug-ins, from `--plugins FILE` and from installed packages.
 
-The file is Python that defines any of four dicts: `ENVIRONMENTS` and `POLICIES` with entries as in
-`plugins.py`, `AGENTS` (task_app.captures.agents), and `REWARD_FUNCTIONS` (see `@reward_function`). It is
-executed when the task app starts, and in each process of a reward function; requests cannot name files or
-classes. An installed package offers the same through entry points.
+FILE is a Python file that defines any of four dicts: `ENVIRONMENTS` and `POLICIES` with entries as in
+`plugins.py`, `AGENTS` (task_app.captures.agents), and `REWARD_FUNCTIONS` (see `@reward_function`). The file
+is executed when the task app starts, and again in each process that runs a reward function. Requests can name
+plug-ins only by the keys of these dicts, never by file or class. An installed package can offer the same
+kinds of plug-ins through its entry points.
 """
 
 from collections import ChainMap
@@ -18,7 +19,7 @@ from task_app.captures.agents import PREFIX, Agent, agent_plugin
 from task_app.plugins import EnvironmentPlugin, PlugBoards, PolicyPlugin, RewardPlugin
 from task_app.protocols import RewardFunction
 
-# Type of the entries of each board, their name in errors, and advice on how to write them.
+# For each dict: the type of its entries, their name in errors, and advice on how to write an entry.
 _KINDS: dict[str, tuple[type[Any], str, str]] = {
     "ENVIRONMENTS": (EnvironmentPlugin, "environment", "write EnvironmentPlugin(ConfigClass, build)"),
     "POLICIES": (PolicyPlugin, "policy", "write PolicyPlugin(ConfigClass, build)"),
@@ -28,7 +29,7 @@ _KINDS: dict[str, tuple[type[Any], str, str]] = {
 
 
 def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
-    """Add the entries of the files to the plug boards."""
+    """Return the plug boards with the entries of the files. Raises SettingsError if a file is invalid."""
     for file in files:
         place = f"--plugins {file}"
         module = load_module(file, option="--plugins")
@@ -43,7 +44,7 @@ def with_plugins(boards: PlugBoards, files: Sequence[Path]) -> PlugBoards:
 
 
 def with_packages(boards: PlugBoards) -> PlugBoards:
-    """Add the entry points of installed packages to the plug boards."""
+    """Return the plug boards with the plug-ins that installed packages offer as entry points."""
     for board in _KINDS:
         for point in package_plugs(f"turnwise.{board.lower()}"):
             entries = {point.name: point.plug}
@@ -54,7 +55,11 @@ def with_packages(boards: PlugBoards) -> PlugBoards:
 def _add_entries(
     boards: PlugBoards, board: str, entries: Mapping[Any, Any], *, place: str, source: str
 ) -> PlugBoards:
-    """Add entries to a board. Raises SettingsError if a type is wrong or a name is taken."""
+    """Return the plug boards with `entries` added to one board, such as "ENVIRONMENTS".
+
+    `place` names the file or entry point in errors; `source` is that of `RewardPlugin`. Raises SettingsError
+    if an entry has a wrong type, or if a name is invalid or taken.
+    """
     kind, noun, advice = _KINDS[board]
     field = "environments" if board == "AGENTS" else board.lower()
     known: Any = getattr(boards, field)
@@ -73,5 +78,5 @@ def _add_entries(
     elif board == "AGENTS":
         own = {PREFIX + name: agent_plugin(name, agent) for name, agent in entries.items()}
     homes = {**boards.homes, **{(field, name): f"of {place}" for name in own}}
-    changes: dict[str, Any] = {field: ChainMap(own, known), "homes": homes}  # loads no entry
+    changes: dict[str, Any] = {field: ChainMap(own, known), "homes": homes}  # loads no plug-in
     return replace(boards, **changes)

@@ -1,4 +1,4 @@
-"""Shared functions of environments: messages of past decisions or of the state, and refused decisions."""
+"""Functions that several environments share: they make prompt messages, and outcomes of refused decisions."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from task_app.protocols import DecisionOutcome, Observation, PastDecision, ToolR
 
 
 def refuse_decision(observation: Observation, calls: Sequence[ToolRequest], reason: str) -> DecisionOutcome:
-    """Make the outcome of a decision of which no call is executed: one noop with reward 0."""
+    """Return the outcome of a decision whose calls are all refused: one no-op env step with reward 0."""
     reason = encodable(reason)
     text = f"error: {reason}"
     return DecisionOutcome(
@@ -18,7 +18,11 @@ def refuse_decision(observation: Observation, calls: Sequence[ToolRequest], reas
 
 
 def past_messages(past: Sequence[PastDecision]) -> tuple[Message, ...]:
-    """Make the messages of past decisions: calls and results, or a user's message without calls."""
+    """Return the messages that show past decisions to the model.
+
+    A decision with calls becomes an assistant message with the calls and one tool message per call. A
+    decision without calls becomes a user message with its result.
+    """
     messages: list[Message] = []
     for t, decision in enumerate(past):
         calls = tuple(
@@ -39,9 +43,11 @@ def past_messages(past: Sequence[PastDecision]) -> tuple[Message, ...]:
 def state_alone(
     observation: Observation, past: Sequence[PastDecision], *, system: str | None
 ) -> tuple[Message, ...]:
-    """Make the messages of an environment whose observation shows its whole state, without a history.
+    """Return a prompt without history, for an environment whose observation shows the whole state.
 
-    If `system` is None, for a small model, they have neither the rules nor the reason of a refused last call.
+    It consists of a system message with the text `system`, which states the rules, and a user message with
+    the observation and, if the last call was refused, the reason. If `system` is None, for small models, it
+    contains only the observation.
     """
     if system is None:
         return (Message(role="user", content=observation.text),)

@@ -1,6 +1,7 @@
-"""The registries of plug-ins ("plug boards"): the names that requests may use, and how to build each.
+"""The registries of plug-ins ("plug boards"): they map each name that requests may use to a plug-in.
 
-To add a policy, add an entry here; to add an environment, add a file in `environments/`.
+To add a built-in policy, add an entry to `POLICIES`. To add a built-in environment, add a file to
+`environments/`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +44,7 @@ B = TypeVar("B", bound=Body)
 
 @dataclass(frozen=True, slots=True)
 class InteractionEntry:
-    """The class and config of an interaction; each episode builds its own object."""
+    """The class and config of an interaction, from which each episode builds its own object."""
 
     name: str
     kind: type[BaseInteraction]
@@ -51,22 +52,22 @@ class InteractionEntry:
 
     @property
     def never_blocks(self) -> bool:
-        """Whether the class declares that it never blocks, so that it may run on the service's event loop."""
+        """Whether the class promises not to block. If so, it runs on the service's event loop."""
         return bool(getattr(self.kind, "never_blocks", False))
 
     @property
     def ground_truth_is_number(self) -> bool:
-        """Whether the class, with its config, refuses a row whose `ground_truth` is not a number."""
+        """Whether an interaction with this config accepts only data rows whose `ground_truth` is a number."""
         check = getattr(self.kind, "ground_truth_is_number", None)
         return callable(check) and bool(check(self.config))
 
     def build(self) -> BaseInteraction:
-        """Build the interaction of one episode; as published, its config also has its name."""
+        """Return a new interaction for one episode. Its config also contains its name as "name"."""
         return self.kind({**deepcopy(dict(self.config)), "name": self.name})
 
 
 def validate_config(model: type[B], config: Mapping[str, Any]) -> B:
-    """Validate the config of a built-in interaction.
+    """Return the config of a built-in interaction as an instance of `model`, without the key "name".
 
     Raises:
         InvalidRequest: a key is unknown, missing or out of bounds.
@@ -83,9 +84,9 @@ class PolicyContext:
 
     settings: Settings
     open_session: "Callable[[], aiohttp.ClientSession]"
-    """Returns the service's HTTP session, which is made when it is first used."""
+    """Returns the service's HTTP session; the first call creates the session."""
     client: HttpClient | None = None
-    """Client for requests to model servers; without it, each request opens a connection."""
+    """Client for requests to model servers; if None, each request opens a new connection."""
     rollout_id: str | None = None
     inference_key: SecretStr | None = None
     on_retry: Callable[[], None] = lambda: None
@@ -93,29 +94,32 @@ class PolicyContext:
     boards: "PlugBoards | None" = None
     """The registries, for a policy that builds another policy."""
     seed: int | None = None
-    """Seed for a policy whose config has one; a job sends it for every policy without a model."""
+    """Default of the setting "seed" in the policy's config; ignored if the config has no such setting."""
 
     @property
     def session(self) -> "aiohttp.ClientSession":
-        """The HTTP session for a plug-in's own requests."""
+        """The service's HTTP session, for requests that a plug-in sends itself."""
         return self.open_session()
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentPlugin(Generic[C]):
-    """How to build an environment. Building must be fast: `reset` makes the world. The first state key is the
-    default."""
+    """The config class, the constructor and the state keys of an environment.
+
+    `build` must be fast; slow work, such as generating a world, belongs in `reset`. The first of `state_keys`
+    is used by default.
+    """
 
     config: type[C]
     build: Callable[[C], Environment]
     state_keys: Mapping[str, StateKey] = field(default_factory=dict)
     needs: str | None = None
-    """The optional package that the environment needs."""
+    """Name of the optional package without which the environment cannot run; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlugin(Generic[C]):
-    """How to build a policy; `defaults` come from the operator's settings."""
+    """The config class and the constructor of a policy; `defaults` takes config values from `Settings`."""
 
     config: type[C]
     build: Callable[[C, PolicyContext], AgentPolicy]
@@ -124,18 +128,18 @@ class PolicyPlugin(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class RewardPlugin:
-    """The mode and the location of a reward function."""
+    """The mode of a reward function, and where a child process finds the function."""
 
     mode: RewardMode
     source: str
-    """A file with REWARD_FUNCTIONS, or `module:function` of an installed package."""
+    """Path of a file that defines REWARD_FUNCTIONS, or `module:function` in an installed package."""
 
 
 P = TypeVar("P")
 
 
 class Board(Mapping[str, P]):
-    """A registry that loads an entry when it is first looked up, and so imports only requested plug-ins."""
+    """A registry that imports a plug-in only when its name is first looked up."""
 
     def __init__(self, loaders: Mapping[str, Callable[[], P]]) -> None:
         self._loaders = dict(loaders)
@@ -143,7 +147,7 @@ class Board(Mapping[str, P]):
 
     def __getitem__(self, name: str) -> P:
         if name not in self._loaded:
-            # If two threads load an entry at the same time, both get the first one.
+            # If two threads load an entry at the same time, both get the object that was stored first.
             self._loaded.setdefault(name, self._loaders[name]())
         return self._loaded[name]
 
@@ -186,7 +190,7 @@ def _load_crafter() -> EnvironmentPlugin[Any]:
 
 
 def _load_environment(name: str) -> EnvironmentPlugin[Any]:
-    """Return the `PLUGIN` of an environment's file; in a folder this is `environment.py`."""
+    """Return the `PLUGIN` in `environments/<name>.py` or `environments/<name>/environment.py`."""
     module = import_module(f"task_app.environments.{name}")
     if hasattr(module, "__path__"):
         module = import_module(f"{module.__name__}.environment")
@@ -210,8 +214,9 @@ def _load_labelled() -> PolicyPlugin[Any]:
     def build(config: LabelledConfig, context: PolicyContext) -> AgentPolicy:
         boards = context.boards or default_plug_boards()
         name = boards.policy_name(config.teacher, where="teacher: ")
-        # The teacher gets neither the key nor the rollout id of the playing model. Its server may be another
-        # operator's, and at our own gateway a second conversation with the same id would break the first.
+        # The teacher gets neither the key nor the rollout id of the model that plays. The teacher's server
+        # may belong to another operator, so it must not see the key. At our own gateway, a second
+        # conversation with the same rollout id would break the first one.
         teacher_context = replace(context, inference_key=None, rollout_id=None, seed=None)
         teacher = boards.policy(name, config.teacher_config, teacher_context, where="teacher_")
         return LabelledPolicy(config, teacher, **_make_access(context))
@@ -220,7 +225,10 @@ def _load_labelled() -> PolicyPlugin[Any]:
 
 
 def _load_policy(module: str, config: str, policy: str) -> Callable[[], PolicyPlugin[Any]]:
-    """Make the loader of a policy without a model from the names of its module and classes."""
+    """Return a function that imports a policy without a model and returns its plug-in.
+
+    `module` is a module in task_app.policies; `config` and `policy` are the names of classes in it.
+    """
 
     def load() -> PolicyPlugin[Any]:
         classes = import_module(f"task_app.policies.{module}")
@@ -230,7 +238,7 @@ def _load_policy(module: str, config: str, policy: str) -> Callable[[], PolicyPl
     return load
 
 
-# Requests that name no environment get the first one.
+# Requests that name no environment get the first of these.
 ENVIRONMENTS: Mapping[str, EnvironmentPlugin[Any]] = Board(
     {"crafter": _load_crafter}
     | {name: partial(_load_environment, name) for name in built_in_environments() if name != "crafter"}
@@ -253,15 +261,15 @@ POLICIES: Mapping[str, PolicyPlugin[Any]] = Board(
 # No reward function is built in; the operator's files add them.
 REWARD_FUNCTIONS: dict[str, RewardPlugin] = {}
 
-# Names that other Crafter task apps use, in lower case. Requests may use them too; a plug-in with such a name
-# has priority.
+# Names that other Crafter task apps use, in lower case. Requests may use these names too. If a plug-in has
+# the same name, requests get the plug-in.
 ENVIRONMENT_ALIASES = {"crafterclassic": "crafter", "crafter_classic": "crafter"}
 POLICY_ALIASES = {"crafter": "openai", "crafter-react": "openai"}
 
 
 @dataclass(frozen=True, slots=True)
 class PlugBoards:
-    """The plug-ins of a service."""
+    """All plug-ins of a task app by their names, and functions that look them up and build them."""
 
     environments: Mapping[str, EnvironmentPlugin[Any]]
     policies: Mapping[str, PolicyPlugin[Any]]
@@ -269,11 +277,11 @@ class PlugBoards:
     interactions: Mapping[str, InteractionEntry] = field(default_factory=dict)
     reach: Reach = LOCAL
     homes: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    """File or package of each plug-in that is not built in, by board and name, for errors."""
+    """Maps (board, name) of each plug-in that is not built in to its file or package, for error messages."""
 
     @property
     def playable(self) -> dict[str, EnvironmentPlugin[Any]]:
-        """The environments whose packages are installed."""
+        """The environments whose optional packages are installed."""
         return {
             name: plugin
             for name, plugin in self.environments.items()
@@ -281,7 +289,11 @@ class PlugBoards:
         }
 
     def environment_name(self, name: str, *, where: str = "") -> str:
-        """Resolve an alias; the name of another library's environment stays as it is. Raises UnknownName."""
+        """Return the environment's name on the board for a name or an alias.
+
+        The name of another library's environment, such as `gymnasium:ID`, is returned unchanged. `where` is
+        the prefix of the path in errors. Raises UnknownName if no environment has this name.
+        """
         if name not in self.environments and find_kind(name) is not None:
             return name
         resolved = _resolve_name(name, self.environments, ENVIRONMENT_ALIASES)
@@ -296,7 +308,7 @@ class PlugBoards:
         )  # fmt: skip
 
     def policy_name(self, name: str, *, where: str = "") -> str:
-        """Resolve an alias. Raises UnknownName."""
+        """Return the policy's name on the board for a name or an alias. Raises UnknownName."""
         resolved = _resolve_name(name, self.policies, POLICY_ALIASES)
         if resolved is None:
             raise UnknownName("policy", name, self.policies, where=where + "policy_name")
@@ -321,12 +333,12 @@ class PlugBoards:
     def state_keys(
         self, env_name: str, environment: Environment, *, where: str = ""
     ) -> dict[str, StateKey | PromptKey]:
-        """Return the state keys of an environment that was built by this name."""
+        """Return the state keys, by name, of `environment`, which is the environment named `env_name`."""
         own = self.environment_plugin(env_name, where=where).state_keys
         return keys_by_name(own, conversation=isinstance(environment, ConversationalEnvironment))
 
     def resolve(self, spec: EnvSpec) -> EnvSpec:
-        """Return the spec with every setting filled in, so that equal environments have equal specs."""
+        """Return the spec with aliases resolved and all defaults filled in, so that specs can be compared."""
         name = self.environment_name(spec.env_name)
         config = validated(self.environment_plugin(name).config, spec.config, where="config")
         return EnvSpec(env_name=name, config=config.model_dump(mode="json"))
@@ -334,7 +346,7 @@ class PlugBoards:
     def policy(
         self, name: str, config: Mapping[str, Any], context: PolicyContext, *, where: str = ""
     ) -> AgentPolicy:
-        """Build the named policy; `where` is the prefix of the path in errors."""
+        """Build the policy with this name or alias. Raises InvalidRequest if name or config is invalid."""
         plugin = self.policies[self.policy_name(name, where=where)]
         complete = {**plugin.defaults(context.settings), **config}
         seed_names = _list_seed_names(plugin.config)
@@ -349,7 +361,7 @@ class PlugBoards:
             raise
 
     def environment_plugin(self, name: str, *, where: str = "") -> EnvironmentPlugin[Any]:
-        """Return the plug-in of the name, or make one for an environment of another library."""
+        """Return the plug-in with this name; for another library's environment, make a new plug-in."""
         on_board = self.environment_name(name, where=where)
         if on_board in self.environments:
             return self.environments[on_board]
@@ -360,7 +372,7 @@ class PlugBoards:
 
 
 def _list_seed_names(config: type[Body]) -> set[str]:
-    """Return the names by which a config accepts the setting "seed"; empty if it has no such setting."""
+    """Return all names and aliases of the config's setting "seed"; empty if there is no such setting."""
     by_name = config.model_config.get("populate_by_name") or config.model_config.get("validate_by_name")
     for name, field_ in config.model_fields.items():
         alias = field_.validation_alias
@@ -374,7 +386,7 @@ def _list_seed_names(config: type[Body]) -> set[str]:
 
 
 def _resolve_name(name: str, board: Mapping[str, Any], aliases: Mapping[str, str]) -> str | None:
-    """Return the name on the board for a name or an alias; None if neither is known."""
+    """Return the key in `board` for a name or an alias; None if there is no such key."""
     resolved = name if name in board else aliases.get(name.lower(), name)
     return resolved if resolved in board else None
 

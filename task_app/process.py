@@ -1,4 +1,4 @@
-"""Runs a task app: reads settings and plug-ins, listens, and serves until a stop signal."""
+"""Runs a task app: loads the plug-ins, listens on the port, and serves until a stop signal."""
 
 import asyncio
 import gc
@@ -25,9 +25,9 @@ from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
-# New objects between two garbage collections. The steps of an episode stay in memory until it is sent. With
-# Python's default of 700, the collector examines them so often that this takes a tenth of a scripted
-# decision's CPU time.
+# New objects between two garbage collections. The steps of an episode stay in memory until the episode is
+# sent. With Python's default of 700, the collector examines these steps so often that this takes a tenth of
+# the CPU time of a scripted policy's decisions.
 _OBJECTS_A_COLLECTION = 10_000
 
 
@@ -35,7 +35,8 @@ def run(settings: Settings) -> int:
     """Serve until a stop signal, and return the exit code.
 
     Raises:
-        SettingsError, PortTaken: a plug-in file, a file of interactions or the port is wrong.
+        SettingsError: a setting, a plug-in file or a file of interactions is invalid.
+        PortTaken: the port is in use.
     """
     configure_logs(settings.log_level, form=settings.log_format)
     if settings.replicas is not None:
@@ -46,7 +47,8 @@ def run(settings: Settings) -> int:
     if settings.interaction_config_path is not None:
         interactions |= load_interactions(settings.interaction_config_path, settings)
     boards = replace(boards, interactions=interactions)
-    # A variable that is set but empty is a secret that failed to load, not a wish to have no key.
+    # A key variable that is set but empty probably means that a secret failed to load. The app then refuses
+    # requests instead of running without a key.
     wants_key = any(name.startswith(TASK_APP_KEY) for name in os.environ)
     needs_key = wants_key or not is_loopback(settings.host)
     app = create_app(settings, boards=boards, needs_key=needs_key, spans=configure_spans(os.environ))
@@ -64,12 +66,12 @@ def run(settings: Settings) -> int:
 
 
 def build_server(app: TaskApp, *, ready: Callable[[], None]) -> Server:
-    """Make a server that drains on a stop signal: it still answers, but accepts no new work."""
+    """Return a server that drains on a stop signal: it still answers, but starts no rollouts or sessions."""
     services: Services = app.state.services
     settings = services.settings
 
     async def drain(orphaned: bool) -> None:
-        # If the parent has ended, no further results are fetched.
+        # If the parent process has ended, no client is left that would fetch results, so do not wait.
         await services.drain(within_s=0.0 if orphaned else settings.drain_s)
 
     return Server(

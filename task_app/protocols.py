@@ -1,6 +1,7 @@
-"""The plug-in interfaces of the task app. An environment, a tool or a policy is one class in one file.
+"""The interfaces that plug-ins of the task app implement: environments, tools, policies and others.
 
-`Environment` knows its game, `AgentPolicy` decides, and `episode.worker.RLRolloutWorker` joins the two.
+An `AgentPolicy` chooses actions, an `Environment` carries them out, and `episode.worker.RLRolloutWorker`
+plays episodes with both.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,20 +22,20 @@ RewardMode = Literal["pointwise", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """An environment's output after a reset or a decision; numpy's values become plain values."""
+    """What an environment shows after a reset or a decision. Numpy values are converted to plain values."""
 
     text: str
     """The observation as a person or a model reads it."""
     data: Mapping[str, Any]
-    """The same facts as plain JSON-able values (for Crafter: the 9x7 view, vitals, ...), for scripted
-    policies. They contain no fact that `text` must hide."""
+    """The same facts as JSON-able values, for scripted policies; for Crafter, the 9x7 view, vitals and so on.
+    A fact that `text` hides from the model must not be here either."""
     achievements_counts: Mapping[str, int] = field(default_factory=dict)
-    """Counter of every achievement; empty for environments without achievements."""
+    """How often each achievement was reached in the episode; empty for environments without achievements."""
     reward_last_step: float = 0.0
     """Reward of the last env step; 0.0 after a reset."""
 
     def __post_init__(self) -> None:
-        # Checked here, so that an error names the plug-in's own line and no route receives a wrong value.
+        # The values are checked here, because the traceback of an error then contains the plug-in's own line.
         _check_text(self.text, "text")
         _set_field(self, "data", plain_json(self.data, "data"))
         counts = self.achievements_counts
@@ -48,26 +49,26 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """The effects of one decision's tool calls; numpy's scalars and arrays become plain values."""
+    """What one decision caused in the environment. Numpy values are converted to plain values."""
 
     observation: Observation
-    """After the last env step of the decision."""
+    """Observation after the last env step of the decision."""
     env_rewards: tuple[float, ...]
-    """[S] reward of each env step that ran."""
+    """[S] reward of each env step that was executed; S is the number of env steps of this decision."""
     terminated: bool = False
-    """The environment's own end (death, answer given); never a limit."""
+    """Whether the task itself ended, for example by death or a final answer; False if a limit ended it."""
     truncated: bool = False
-    """A limit inside the environment was reached."""
+    """Whether a limit of the environment itself, such as a number of steps, ended the episode."""
     executed_actions: tuple[str, ...] = ()
-    """Names of the env steps that ran, in order."""
+    """[S] names of the env steps that were executed, in order."""
     invalid_reason: str | None = None
-    """Why the call was refused, in words for the model; None if it was valid. A refused call still runs one
-    no-op env step (DESIGN.md 4.4)."""
+    """Why a call was refused, in words for the model; None if the decision was valid. If the decision is
+    refused, one no-op env step is executed instead (DESIGN.md 4.4)."""
     result: str = ""
-    """Text for the next prompt."""
+    """Text that the next prompt shows as the result of the decision."""
     results: tuple[str, ...] = ()
-    """For a ConversationalEnvironment, one text for each call in order; for a refused call it begins with
-    "error: ". Empty if `step` got no calls."""
+    """Only for a ConversationalEnvironment: one text for each call, in order. The text of a refused call
+    begins with "error: ". Empty if `step` got no calls."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.observation, Observation):
@@ -92,7 +93,7 @@ def _check_text(value: object, name: str) -> None:
 
 
 def _set_field(instance: object, name: str, value: object) -> None:
-    """Set a field of a frozen dataclass that is being made."""
+    """Set a field of a frozen dataclass; to be used only in its `__post_init__`."""
     object.__setattr__(instance, name, value)
 
 
@@ -104,7 +105,7 @@ def _read_count(name: str, value: Any) -> int:
 
 
 def _read_flag(name: str, value: Any) -> bool:
-    """Return a flag, which may be numpy's. Text is refused, because "False" would count as true."""
+    """Convert True, False, 1, 0 or a numpy value equal to these. Text is refused: bool("False") is True."""
     if isinstance(value, str | bytes) or value not in (0, 1):
         raise TypeError(f"{name} is {shown(value)}; a bool is needed")
     return bool(value)
@@ -112,9 +113,10 @@ def _read_flag(name: str, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """A tool call whose JSON is parsed: `arguments` is None if the text `raw_arguments` was no JSON object.
+    """A tool call of a model, with its arguments as text and as parsed JSON.
 
-    The journal of sessions stores only the text, and parses it again.
+    `arguments` is None if the text `raw_arguments` is not a JSON object. The database of sessions stores only
+    `raw_arguments`, and parses this text again when a session is restored.
     """
 
     name: str
@@ -124,7 +126,7 @@ class ToolRequest:
 
 @dataclass(frozen=True, slots=True)
 class PastDecision:
-    """A past decision that the next prompt may show: its calls and its outcome."""
+    """The tool calls and the outcome of a past decision, which the next prompt may show."""
 
     tool_calls: tuple[ToolRequest, ...]
     outcome: DecisionOutcome
@@ -134,15 +136,15 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class PolicyObservation(list[Message]):
-    """The messages of the prompt as a list, with more facts as attributes; `RLRolloutWorker` makes it.
+    """What a policy gets for one decision: a list of the prompt's messages, with further facts as attributes.
 
     Each decision gets a new list.
 
     Attributes:
         data: the observation as plain values, for scripted policies.
         max_tokens: most tokens to sample, for example the rest of a budget; at least 1. None: no limit.
-        stop: strings that end the answer, as a captured agent may request.
-        options: further settings of a captured agent's call, for a policy that is `FollowsOptions`.
+        stop: stop strings, at which sampling ends; only agents whose calls are captured can request them.
+        options: further settings of such an agent's call, for a policy that implements `FollowsOptions`.
     """
 
     __slots__ = ("data", "max_tokens", "options", "stop")
@@ -163,9 +165,9 @@ class PolicyObservation(list[Message]):
 
 
 class Tool(Protocol):
-    """A tool that a model may call. `task_app.tools.function_tool` makes tools of functions.
+    """A tool that a model may call. `task_app.tools.function_tool` converts a function into a tool.
 
-    A tool that works on state belongs to a single environment.
+    If a tool has state, each environment object needs its own tool object.
     """
 
     @property
@@ -177,58 +179,68 @@ class Tool(Protocol):
 
 
 class Environment(Protocol):
-    """A task, played one episode at a time; it is never called from two threads at once.
+    """A task that is played one episode at a time. Its methods are never called from two threads at once.
 
-    `reset` may take milliseconds. If the attribute `quick_step` is true, steps take microseconds and run on
-    the event loop. All other environments step in a thread.
+    `reset` may take milliseconds, because it is called in a thread. If the optional attribute `quick_step` is
+    true, `step` is called on the event loop and must take only microseconds. Otherwise `step` is called in a
+    thread.
     """
 
     name: str
     outcome_definition: str
 
     def reset(self, seed: int) -> Observation:
-        """Start the world of `seed` (0 <= seed < 2**31 - 1); may be called again."""
+        """Start an episode in the world of this seed (0 <= seed < 2**31 - 1); may be called repeatedly."""
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
         """Carry out the calls of one decision, in order.
 
-        Without calls, or with an unknown tool, bad arguments or an `invalid_reason`, one no-op is executed.
-        Raises EpisodeOver after the end.
+        If there are no calls, a call is invalid, or `invalid_reason` is given because the model's reply could
+        not be read, the decision is refused, and one no-op env step is executed.
+        Raises EpisodeOver if the episode has ended or was never started.
         """
 
     def tools(self) -> tuple[ToolSpec, ...]:
         """Return the tools that a model may call, with JSON Schemas."""
 
     def messages(self, observation: Observation, past: Sequence[PastDecision]) -> tuple[Message, ...]:
-        """Return the next decision's prompt, from the arguments alone: policy routes have no episode."""
+        """Return the next decision's prompt.
+
+        The prompt must depend only on the arguments and the config, because some HTTP routes call this method
+        on an environment that was never reset.
+        """
 
     def outcome_reward(self) -> float:
-        """Return the episode's score so far, as `outcome_definition` defines it."""
+        """Return the score of the episode so far; the attribute `outcome_definition` says what it means."""
 
 
 def steps_quickly(environment: Environment) -> bool:
-    """Return whether the environment promises steps of microseconds, which may run on the event loop."""
+    """Return whether the environment promises that a step takes microseconds (`quick_step`)."""
     return bool(getattr(environment, "quick_step", False))
 
 
 @runtime_checkable
 class RestorableEnvironment(Environment, Protocol):
-    """An Environment with snapshots: for branches, for siblings in one world, and for the journal.
+    """An Environment whose state can be saved as bytes and restored.
 
-    `restore` and `snapshot` may take milliseconds. Within an episode both run where `step` runs; elsewhere
-    `snapshot` runs on the event loop. The state may come from outside, so it is plain data, never pickle.
+    Snapshots serve to branch an episode, to start all siblings of a group from one world, and to continue
+    sessions after a restart. `snapshot` and `restore` may take milliseconds. `restore` is called on the event
+    loop or in a thread, as `step` is; `snapshot` may always be called on the event loop. Clients can send a
+    state, so its format must be safe to parse: plain data, never pickle.
     """
 
     def snapshot(self) -> bytes:
-        """Return the state on which later steps and `messages` depend; the config is stored separately.
+        """Return the state of the episode, without the config, which is stored separately.
 
+        The state must contain everything on which later steps and observations depend.
         Raises EpisodeOver before the first reset.
         """
 
     def restore(self, state: bytes) -> Observation:
-        """Continue from the state, in any process; return the observation that was shown last.
+        """Continue from a state, and return the observation that was shown last before the snapshot.
 
-        Raises ValueError, with the place of the fault, if the bytes are no state for this config.
+        The snapshot may come from another process, but from an environment with the same config.
+        Raises ValueError if the bytes are no state for this config; the message names the wrong part.
         """
 
 
@@ -236,11 +248,11 @@ class RestorableEnvironment(Environment, Protocol):
 class ReseedableEnvironment(RestorableEnvironment, Protocol):
     """A RestorableEnvironment whose random generator can be given another seed during an episode.
 
-    Without it, episodes that begin at one snapshot draw the same numbers.
+    Without `reseed`, all episodes that begin at the same snapshot draw the same random numbers.
     """
 
     def reseed(self, seed: int) -> None:
-        """Draw all further random numbers from a generator with this seed; the observation stays the same.
+        """Draw all further random numbers from a generator with this seed. The observation must not change.
 
         Raises EpisodeOver before the first reset.
         """
@@ -248,84 +260,91 @@ class ReseedableEnvironment(RestorableEnvironment, Protocol):
 
 @runtime_checkable
 class ClosableEnvironment(Environment, Protocol):
-    """An Environment that holds something outside of this process: a connection, a process, a window.
+    """An Environment that uses resources outside of this process: a connection, another process, a window.
 
-    It holds nothing before its first reset.
+    The first `reset` must acquire these resources, not the constructor.
     """
 
     def close(self) -> None:
-        """Release everything; may take milliseconds.
+        """Release all resources; may take milliseconds. A later reset must acquire the resources again.
 
-        Called once, in a thread, when the episode or session has ended in any way. A step that hangs may
-        still be running then. A later reset acquires everything again.
+        This method is called once, in a thread, when the episode or session has ended for any reason. A step
+        that hangs may still run at that moment.
         """
 
 
 @runtime_checkable
 class AnsweredEnvironment(Environment, Protocol):
-    """An Environment in which words without a call are a decision too, or the only kind of decision."""
+    """An Environment in which the model may also answer with text instead of tool calls."""
 
     def answer(self, text: str) -> DecisionOutcome:
-        """Carry out a decision without a call; if it is not allowed, `invalid_reason` says why.
+        """Carry out a decision that is a text without tool calls.
 
-        Raises EpisodeOver after the end.
+        If the text is not allowed, the outcome's `invalid_reason` says why. Raises EpisodeOver after the end.
         """
 
 
 @runtime_checkable
 class ConversationalEnvironment(AnsweredEnvironment, Protocol):
-    """An Environment whose conversation the episode loop keeps (task_app.episode.history) and may edit.
+    """An Environment whose episode is one growing conversation, instead of a new prompt for each decision.
 
-    The prompt is then the history; only policy routes use `messages`. If a message has several calls, each
-    is carried out or refused separately: `DecisionOutcome.results` has a text for each, and
-    `invalid_reason` is that of the first refused call. A class attribute `takes_answers = False` says that
-    only tools count: `answer` is never valid, and no interaction can answer.
+    The episode loop stores the conversation and may edit it (task_app.episode.history). The prompt is made
+    from this history; the method `messages` serves only the HTTP routes for policies. If a decision contains
+    several calls, each call is carried out or refused separately: `DecisionOutcome.results` contains a text
+    for each call, and `invalid_reason` is the reason for the first refused call. With the class attribute
+    `takes_answers = False`, only tool calls are valid decisions: `answer` always returns an `invalid_reason`,
+    and requests cannot use an interaction.
     """
 
     def opening(self) -> tuple[Message, ...]:
-        """Return the messages before the first decision: at most one system message, then a user message.
+        """Return the messages before the first decision. The last one is a user message.
 
-        These messages stay the same until the next reset. Raises EpisodeOver before the first reset.
+        Only the first message may be a system message. The messages stay the same until the next reset.
+        Raises EpisodeOver before the first reset.
         """
 
     def answer(self, text: str) -> DecisionOutcome:
-        """Carry out a decision without a call; if only tools count, `invalid_reason` says so.
+        """Carry out a decision that is a text without tool calls.
 
-        `result` is the user's next message, unless an interaction answers.
+        The outcome's `result` becomes the user's next message, unless an interaction writes this message. If
+        `takes_answers` is False, `invalid_reason` says that only tool calls are valid.
         """
 
 
 def takes_answers(environment: Environment) -> bool:
-    """Return whether text without a call counts in the environment's conversation."""
+    """Return whether a text without tool calls can be a valid decision in this environment."""
     return bool(getattr(environment, "takes_answers", True))
 
 
 @runtime_checkable
 class RestorablePolicy(Protocol):
-    """An AgentPolicy with snapshots of its state: generator, memory, count of decisions."""
+    """An AgentPolicy whose state can be saved and restored, such as its random generator and its memory."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state as JSON-able data, never with a key."""
+        """Return the state as JSON-able data. It must not contain an API key."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue like the policy of the snapshot; raise ValueError if the state is no snapshot."""
+        """Set the policy to a state that `snapshot` returned. Raises ValueError if it is no such state."""
 
 
 @runtime_checkable
 class FollowsOptions(Protocol):
-    """An AgentPolicy that follows settings of a captured agent's call, named as in Chat Completions."""
+    """An AgentPolicy that follows some settings in `PolicyObservation.options`.
+
+    An agent whose model calls are captured sends these settings; they are named as in Chat Completions.
+    """
 
     @property
     def call_options(self) -> frozenset[str]:
-        """Return which of `tool_choice`, `response_format` and `parallel_tool_calls` the policy follows."""
+        """Names of followed settings: any of `tool_choice`, `response_format` and `parallel_tool_calls`."""
 
 
 @runtime_checkable
 class CountsTokens(Protocol):
-    """An AgentPolicy that tells how many tokens a prompt has, without taking a decision."""
+    """An AgentPolicy that can count the tokens of a prompt without sampling an answer."""
 
     async def count_tokens(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> int:
-        """Return the number of tokens of the prompt; raises EpisodeFailed as `get_action` does."""
+        """Return the number of tokens of the prompt. Raises the same errors as `get_action`."""
 
 
 # action, raw_policy_output, log_probs, value_estimate: see AgentPolicy.get_action.
@@ -333,9 +352,11 @@ PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | 
 
 
 class AgentPolicy(Protocol):
-    """Chooses actions. Its only method is published: 2-rollout-worker-and-gigpo.md, Task 2.2.
+    """Chooses the action of each decision.
 
-    Records use a policy's attribute `name`, or else the name of its class.
+    Trajectories contain the policy's optional attribute `name`, or without it the name of the policy's class.
+
+    Source: 2-rollout-worker-and-gigpo.md, Task 2.2.
     """
 
     async def get_action(
@@ -344,23 +365,26 @@ class AgentPolicy(Protocol):
         """Choose the next action.
 
         Args:
-            observation: a PolicyObservation: the list of messages of the prompt.
-            available_tools_specs: the tools on offer, as JSON Schema (OpenAI form).
+            observation: a PolicyObservation, which is the list of the prompt's messages.
+            available_tools_specs: the tools that the policy may call, in OpenAI's form with JSON Schemas.
 
         Returns:
-            action: {"type": "tool_call", "name", "arguments": dict | str}, or several of them as
-                {"type": "tool_call", "tool_calls": [{"id", "name", "arguments"}, ...]}, with any
-                text next to the calls as "content"; {"type": "text", "content": str,
-                "invalid_reason": str | None}; or {"type": "terminate"}.
-            raw_policy_output: all that the model wrote; None for policies without a model.
-            log_probs: the fields of PolicyLogprobs if the exact tokens are known, otherwise any JSON; either
-                goes into the step. "sampling", "model", "prompt_tokens", "completion_tokens" and
-                "finish_reason" are read too, and recorded separately.
+            action: one of four forms.
+                One tool call: {"type": "tool_call", "name", "arguments": dict | str}.
+                Several tool calls: {"type": "tool_call", "tool_calls": [{"id", "name", "arguments"}, ...]},
+                where "content" may contain the text that the model wrote with the calls.
+                Only text: {"type": "text", "content": str, "invalid_reason": str | None}.
+                To end the episode: {"type": "terminate"}.
+            raw_policy_output: all text that the model wrote; None for policies without a model.
+            log_probs: a dict with the fields of PolicyLogprobs if the exact tokens are known, otherwise with
+                any JSON values. It is stored in the step. The keys "sampling", "model", "prompt_tokens",
+                "completion_tokens" and "finish_reason" are recorded separately.
             value_estimate: V(s_t); None for policies without a critic.
 
         Raises:
-            PolicyUnavailable: the model could not be asked; the rollout fails.
-            ContextLengthExceeded: the prompt does not fit; this ends the episode.
+            PolicyUnavailable: the model's server gave no usable reply. The rollout then fails.
+            ContextLengthExceeded: the prompt is too long. The episode then ends, or fails if no decision is
+                complete.
         """
 
 
@@ -372,8 +396,9 @@ def policy_name(policy: AgentPolicy) -> str:
 class RetryingPolicy(Protocol):
     """An AgentPolicy that repeats failed requests to a server.
 
-    `pending_failure` describes the failure while a request is retried, and is None otherwise. If a deadline
-    passes during retries, the rollout fails; the policy does not count as slow.
+    `pending_failure` describes the last failure while a request is retried, and is None otherwise. If the
+    episode's time limit passes while it is not None, the rollout fails because of the server. Otherwise the
+    episode ends at its time limit, as with a slow policy.
     """
 
     pending_failure: str | None
@@ -381,34 +406,36 @@ class RetryingPolicy(Protocol):
 
 @runtime_checkable
 class RewardFunction(Protocol):
-    """Judges whole episodes; `task_app.reward_functions.reward_function` makes one of a user's function.
+    """Scores whole episodes. The decorator `task_app.reward_functions.reward_function` makes this object.
 
-    Only a child process calls it, and finds it by name in the operator's file.
+    It is called only in a child process, which loads it from the operator's file or package.
     """
 
     mode: RewardMode
 
     def __call__(self, **facts: Any) -> Any:
-        """Judge episodes.
+        """Score one episode, or in batch mode several episodes.
 
         Args:
-            facts: pointwise: `messages` (list[Message]: every decision's prompt, answer and tool results in
-                order) and `ground_truth` of one episode; batch: `rollouts_messages` and `ground_truth`, both
-                lists. There are further facts of the episode, and later versions may add more.
+            facts: in pointwise mode, `messages` and `ground_truth` of one episode; `messages` is a
+                list[Message] with the prompt, answer and tool results of every decision, in order. In batch
+                mode, `rollouts_messages` and `ground_truth`, two lists with one item per episode. There are
+                further facts about the episodes, and later versions may add more.
 
         Returns:
-            An EvaluateResult or a dict of its fields; in batch mode a list with one for each episode. The
-            returned value may be awaitable. `step_outputs` name decisions by `step_index`, t from 0.
+            An EvaluateResult or a dict of its fields; in batch mode, a list with one such value per episode.
+            An awaitable of this value is allowed too. The `step_index` of a step output is the number of the
+            decision, from 0.
         """
 
 
 class BaseInteraction:
-    """Simulates the user who answers the model. An operator's file names the subclasses.
+    """Simulates the user who answers the model. The operator's file of interactions lists subclasses.
 
-    Each episode has its own object. The methods and their signatures are published, and classes written for
-    them run unmodified. As in the published base class, `generate_response` accepts every answer with a score
-    of 0.8. Methods run on an event loop in a thread of their own, so they may block. A class attribute
-    `never_blocks = True` promises that they do not; then they run on the service's event loop.
+    Each episode has its own object. The method signatures are those of the published base class, so classes
+    that were written for it run unmodified. As in the published class, `generate_response` by default scores
+    every answer with 0.8. Each object has its own thread with an event loop, so its methods may block. With
+    the class attribute `never_blocks = True`, they run on the service's event loop and must not block.
 
     Source: 5-interactions.md; DESIGN.md 4.11.
     """
@@ -421,11 +448,12 @@ class BaseInteraction:
         """Begin an episode.
 
         Args:
-            instance_id: unique to the episode.
-            kwargs: the row's `interaction_kwargs` with its `name`, and `ground_truth` if there is one.
+            instance_id: a unique id of the episode.
+            kwargs: the `interaction_kwargs` of the data row, the interaction's `name`, and `ground_truth` if
+                there is one.
 
         Returns:
-            The id for the other methods.
+            The id that the other methods get as `instance_id`.
         """
         return instance_id or str(uuid4())
 
@@ -436,19 +464,19 @@ class BaseInteraction:
 
         Args:
             messages: a copy of the conversation in OpenAI's form; `content` is always text.
-            kwargs: the same as at the start.
+            kwargs: those of `start_interaction`.
 
         Returns:
             should_terminate: whether the episode ends.
             response: the user's next message; not shown to the model if the episode ends.
-            score: reward of the answered decision; None to give no reward.
-            metadata: anything, for the record.
+            score: reward of the decision that is answered; None to give no reward.
+            metadata: any further values, which are recorded.
         """
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """Return the current score; `generate_response` may use it, and clients can get it over HTTP."""
+        """Return the current score. `generate_response` may call it, and clients can call it over HTTP."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Release the episode's resources; called once for every start, however the episode ended."""
+        """Release the episode's resources. Called once per start, whatever ended the episode."""

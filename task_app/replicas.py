@@ -1,7 +1,7 @@
-"""`--replicas N`: several task apps on one machine, each a process with a port of its own.
+"""`--replicas N`: starts N equal task apps on one machine, each in its own process with its own port.
 
-They share settings and keys from the environment. A replica that dies is restarted after a bounded back-off,
-on the same port, so that its URL stays valid.
+All replicas have the same settings and keys. A replica that ends is restarted on the same port, so that its
+URL stays valid. If a replica ends repeatedly, the pause before its restart grows up to a limit.
 """
 
 import asyncio
@@ -21,20 +21,20 @@ from task_app.settings import Settings
 
 log = structlog.get_logger("task_app")
 
-# Exit code for wrong settings, port or plug-in file; another start would not help.
+# Exit code of a task app whose settings, port or plug-in file is wrong. A restart would not help.
 _BAD_SETTINGS = 2
-# Time limit for a process to end after its drain.
+# Seconds that a process has to end after its drain.
 _END_S = 15.0
 
 
 class StartFailed(Exception):
-    """A replica cannot start; it has printed the reason."""
+    """A replica cannot start because of wrong settings. The replica has already printed the reason."""
 
 
 class Replica(Worker):
-    """The process of one replica; log lines name it by its index, from 0.
+    """Runs the process of one replica, and restarts it. Log lines contain its index, from 0.
 
-    If its port is 0, it takes a free port, and the same port again after a restart.
+    If `port` is 0, the operating system chooses a free port, which the replica uses again after a restart.
     """
 
     def __init__(self, index: int, arguments: Sequence[str], port: int, *, end_s: float) -> None:
@@ -70,9 +70,10 @@ class Replica(Worker):
 
 
 async def run_replicas(settings: Settings) -> int:
-    """Run `python -m task_app --replicas N` until SIGTERM, SIGINT or its parent's end; return the exit code.
+    """Run the replicas until SIGTERM or SIGINT, and return the exit code.
 
-    It prints the line for a job's [services] when all replicas are ready.
+    With `exit_with_parent`, the end of the parent process stops them too. When all replicas are ready, print
+    `task_url = [...]`, a line for the table [services] of a job.
     """
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -95,7 +96,7 @@ async def run_replicas(settings: Settings) -> int:
     async def announce() -> None:
         for replica in replicas:
             await replica.ready.wait()
-        # Callers on this machine reach a server on all interfaces at the loopback address.
+        # 0.0.0.0 and :: are no addresses for clients; callers on this machine use the loopback address.
         urls = [
             replica.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
             for replica in replicas
@@ -115,7 +116,7 @@ async def run_replicas(settings: Settings) -> int:
 
 
 def _make_arguments(settings: Settings, index: int) -> list[str]:
-    """Return the command-line options of a replica, which inherits this process's environment variables."""
+    """Return a replica's command-line options except --port; it inherits all environment variables."""
     words = ["--exit-with-parent", "--host", settings.host]
     for host in settings.allowed_inference_hosts:
         words += ["--allow-inference-host", host]

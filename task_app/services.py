@@ -1,4 +1,4 @@
-"""The objects that all routes share, built by `create_app`."""
+"""The objects that all routes of a task app share: sessions, the rollout runner, the database and others."""
 
 import asyncio
 import secrets
@@ -46,7 +46,7 @@ _CLOSE_S = 2.0
 
 
 class Services:
-    """The parts of a running task app; the lifespan calls `start`, which needs an event loop, and `close`."""
+    """Contains the parts of a running task app. The lifespan calls `start` and, at the end, `close`."""
 
     def __init__(
         self, settings: Settings, boards: PlugBoards, keys: Keys, spans: Spans | None = None
@@ -55,7 +55,7 @@ class Services:
         self.instance_id = secrets.token_hex(8)
         self.metrics = Metrics()
         self.draining = False
-        # The client sends the policies' requests to model servers; the session is for plug-ins.
+        # `client` sends requests of policies to model servers. `_session` is for requests of plug-ins.
         self.client = HttpClient(at_most=2 * settings.max_concurrent_rollouts)
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,7 +84,7 @@ class Services:
             most_s=settings.idempotency_s,
         )
         if settings.state_dir is not None:
-            # An unusable folder is reported before anything starts.
+            # Open the database now, so that an unusable folder is reported before the app starts.
             self.database.open()
         self.store = SessionStore(
             self.database, boards,
@@ -112,7 +112,11 @@ class Services:
     def policy_context(
         self, *, inference_key: SecretStr | None, rollout_id: str | None = None, seed: int | None = None
     ) -> PolicyContext:
-        """Return a policy's context; without a rollout's id the policy gets a conversation of its own."""
+        """Return the context for building a policy.
+
+        Without `rollout_id`, the context gets a new unique id, so that the gateway stores the policy's calls
+        as a separate conversation.
+        """
         return PolicyContext(
             settings=self.settings,
             open_session=self.open_session,
@@ -140,7 +144,7 @@ class Services:
         session.begin_close()
 
     def expire(self) -> None:
-        """Forget idle sessions, and old results that were never fetched."""
+        """Remove idle sessions, and old results that were never acknowledged."""
         self.runner.expire()
         environments, policies = self.environments.expire(), self.policies.expire()
         for policy_id, session in policies.items():
@@ -154,20 +158,23 @@ class Services:
             )  # fmt: skip
 
     async def fetch_tools(self, environment: Environment) -> tuple[ToolSpec, ...]:
-        """Return the environment's tools; an environment of a server may have to ask the server for them."""
+        """Return the environment's tools.
+
+        Environments without quick steps are asked in a thread, because they may ask a server for their tools.
+        """
         if steps_quickly(environment):
             return list_tools(environment)
         return await self.threads.run("environment.tools", list_tools, environment)
 
     def unbind(self, policy_id: str, session: PolicySession) -> None:
-        """Remove a forgotten policy's step-reward settings from its environment, if that still exists."""
+        """Remove the step-reward settings of a policy from the environment to which the policy was bound."""
         environment = self.environments.find(session.bound_env_id) if session.bound_env_id else None
         if environment is not None:
             environment.switches.pop(policy_id, None)
 
     def open_session(self) -> "aiohttp.ClientSession":
-        """Return the HTTP session of plug-ins, with room for two connections per running rollout."""
-        with self._opening:  # a plug-in's code may ask for it on a thread
+        """Return the HTTP session for plug-ins; the first call creates it."""
+        with self._opening:  # a plug-in may call this method in a thread
             if self._session is None:
                 import aiohttp
 
@@ -179,12 +186,12 @@ class Services:
             return self._session
 
     def start(self) -> None:
-        """Open the database of sessions; to be called on the event loop."""
+        """Open the database of sessions. Must be called on the event loop."""
         self._loop = asyncio.get_running_loop()
         self.database.open()
 
     async def recover(self) -> None:
-        """Restore the sessions under --state-dir before the first request is answered."""
+        """Restore the sessions that are stored in --state-dir. Call this before requests are answered."""
         if self.settings.state_dir is None:
             return
         environments, policies = await self.store.recover(
@@ -200,7 +207,11 @@ class Services:
         )  # fmt: skip
 
     async def drain(self, *, within_s: float) -> None:
-        """Accept no new work; for `within_s`, let results be completed and fetched; then cancel the rest."""
+        """Prepare the stop of the service.
+
+        Accept no new rollouts or sessions, and cancel queued rollouts. Wait up to `within_s` seconds until
+        the running rollouts have ended and all results are acknowledged. Then cancel the rest.
+        """
         until_s = time.monotonic() + within_s
         self.draining = self.environments.draining = self.policies.draining = True
         self.interaction_sessions.draining = self.captures.sessions.draining = True
@@ -217,7 +228,8 @@ class Services:
         for session in self.environments:
             session.begin_close()
         await asyncio.gather(*[session.wait_closed(_CLOSE_S) for session in self.environments])
-        await begin("end of processes", end_all, CLOSE_S)  # the loop may have shut its pool
+        # Not asyncio.to_thread, because the thread pool of the loop may be shut down already.
+        await begin("end of processes", end_all, CLOSE_S)
         await self.interactions.close()
         if self._session is not None:
             await self._session.close()

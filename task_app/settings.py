@@ -1,9 +1,9 @@
-"""Every setting of the task app with its environment variable, bounds and default.
+"""The settings of the task app, with their environment variables, bounds and defaults.
 
-`TURNWISE_MAX_SESSIONS` sets the field `max_sessions`, and so on; lists are comma separated. The keys have the
-names that task apps have always used: `ENVIRONMENT_API_KEY` (or `ENVIRONMENT_API_KEY_FILE`, a file that holds
-it), and `ENVIRONMENT_API_KEY_ALIASES` for more keys. The command's help imports this file, so it imports
-little.
+For example, `TURNWISE_MAX_SESSIONS` sets the field `max_sessions`. Lists are comma separated. The variables
+for API keys have no such prefix, because other task apps use the same names: `ENVIRONMENT_API_KEY` contains
+the key, or `ENVIRONMENT_API_KEY_FILE` names a file that contains it. `ENVIRONMENT_API_KEY_ALIASES` lists
+further keys. `--help` imports this module, so keep its imports few.
 """
 
 import re
@@ -34,7 +34,7 @@ from shared_schemas.prefixes import MODULE
 from shared_schemas.urls import HOST_OR_IPV6, LOOPBACK
 from task_app.environments.foreign.mcp_servers import Servers, read_servers
 
-# The name of a setting for a Python interpreter is that of a library installed there, with this ending.
+# Settings that name a Python interpreter are called after a library installed there, with this suffix.
 _PYTHON = "_python"
 _LAST_PORT = 65_535
 
@@ -77,7 +77,7 @@ Bytes = Annotated[int, Field(ge=1_024, le=1 << 30)]
 
 
 class _Keys(Key):
-    """Reads the primary key and its aliases, without blanks and repetitions."""
+    """Annotates the field of API keys: reads the variables `name` (one key) and `<name>_ALIASES` (a list)."""
 
     def read(self, environ: Mapping[str, str]) -> tuple[str, ...]:
         primary = super().read(environ)
@@ -86,7 +86,7 @@ class _Keys(Key):
 
 
 class Reach(SettingsTable):
-    """The hosts, programs and bounds that the operator allows for environments of other libraries."""
+    """Settings for environments of other libraries: allowed hosts and modules, interpreters, and limits."""
 
     allowed_environment_hosts: tuple[Host, ...] = Field(
         default=LOOPBACK, description="hosts (or host:port) that the URL in an env_name may name"
@@ -120,12 +120,12 @@ class Reach(SettingsTable):
     )
 
     def python_with(self, library: str) -> str:
-        """Return the interpreter that has a library; this process's own if no setting names one."""
+        """Return the setting `<library>_python`, or without it the Python interpreter of this process."""
         return str(getattr(self, library + _PYTHON) or sys.executable)
 
 
 class Settings(Reach, ServiceSettings):
-    """The settings; `GET /info` shows the limits and what requests may name."""
+    """All settings of the task app. `GET /info` shows those that `limits` returns."""
 
     prefix: ClassVar[str] = "TURNWISE_"
 
@@ -264,12 +264,12 @@ class Settings(Reach, ServiceSettings):
 
     @property
     def inference_hosts(self) -> tuple[str, ...]:
-        """Return the hosts that an inference_url may name, including that of the operator's own server."""
+        """Return the hosts that an inference_url may name, including the host of `self.inference_url`."""
         own = () if self.inference_url is None else (urlsplit(self.inference_url).netloc,)
         return (*self.allowed_inference_hosts, *own)
 
     def limits(self) -> dict[str, Any]:
-        """Return the limits for `/info`, without keys and paths."""
+        """Return the settings that `GET /info` shows to clients: all except keys, paths and the address."""
         hidden = {"api_keys", "state_dir", "interaction_config_path", "mcp_servers", "host", "port"}
         hidden |= {"plugins", "replicas", "exit_with_parent"}
         hidden |= {name for name in type(self).model_fields if name.endswith(_PYTHON)}

@@ -1,11 +1,11 @@
-"""The contract of an environment, as tests: subclass `EnvironmentContract` and define `make`.
+"""Tests that every environment must pass. To run them on your environment, subclass `EnvironmentContract`:
 
     class TestMaze(EnvironmentContract):
         def make(self) -> Environment:
             return MazeEnvironment()
 
-pytest then runs every test below on it. This file does not import pytest. (Idea: dm_env's
-EnvironmentTestMixin.)
+pytest then runs every test of `EnvironmentContract` on the environment that `make` returns. This module
+itself does not import pytest. The idea is from dm_env's EnvironmentTestMixin.
 """
 
 import json
@@ -30,19 +30,19 @@ from task_app.protocols import (
 
 Calls = tuple[ToolRequest, ...]
 
-# Numbers of decisions after which a snapshot is taken and restored, if the environment supports that.
+# Numbers of decisions after which a test takes and restores a snapshot, if the environment supports this.
 RESTORE_AFTER = (0, 1, 7, 30)
 
 
 class EnvironmentContract:
-    """The promises of every environment (task_app.protocols.Environment)."""
+    """Base class of tests: checks the requirements of task_app.protocols.Environment and its extensions."""
 
     seed = 3
-    """Seed of the world."""
+    """Seed of the episodes."""
     decisions = 200
-    """Longest episode that is played."""
+    """Most decisions of an episode that the tests play."""
     words = "words without a call"
-    """The answer that tests give where no tool is called, to an environment that takes answers."""
+    """The text that the tests give to `answer` of an AnsweredEnvironment."""
 
     def make(self) -> Environment:
         """Return a new environment with the config to test."""
@@ -233,7 +233,7 @@ class EnvironmentContract:
         return outcome
 
     def _play(self, environment: Environment) -> list[tuple[Calls, DecisionOutcome]]:
-        """Play one episode with random calls of the environment's own tools; the seed fixes the calls."""
+        """Play one episode with random tool calls, which `seed` determines; return the calls and outcomes."""
         source = random.Random(self.seed)
         environment.reset(self.seed)
         decisions = []
@@ -247,13 +247,13 @@ class EnvironmentContract:
         return decisions
 
     def _decide(self, environment: Environment, calls: Calls) -> DecisionOutcome:
-        """Carry out the calls; if there is none, give `words` to an environment that takes answers."""
+        """Carry out the calls. If there are none and the environment has `answer`, answer with `words`."""
         if not calls and isinstance(environment, AnsweredEnvironment):
             return environment.answer(self.words)
         return environment.step(calls)
 
     def _calls(self, environment: Environment, source: random.Random) -> Calls:
-        """Return one random tool call, or none if the environment has no tools."""
+        """Return a tuple with one random tool call; an empty tuple if the environment has no tools."""
         if not environment.tools():
             return ()
         tools = [tool.model_dump(mode="json") for tool in environment.tools()]
@@ -262,7 +262,7 @@ class EnvironmentContract:
 
 
 def check(holds: bool, sentence: str) -> None:
-    """Raise AssertionError(sentence) unless `holds` is true; outside tests, pytest explains no `assert`."""
+    """Raise AssertionError(sentence) if `holds` is false; pytest explains no `assert` in this module."""
     if not holds:
         raise AssertionError(sentence)
 

@@ -23,11 +23,12 @@ _SOON_S = 1.0
 
 
 class Threads:
-    """Runs up to `most` calls at once, in the order of the requests.
+    """Runs calls of plug-ins in threads, up to `most` at once; further calls wait in the order of `run`.
 
-    A pool would lose a worker to every call that hangs, and wait for it at exit. Here a call gives up its
-    place if it runs longer than `stuck_after_s`, or if no caller awaits it any more; its daemon thread
-    continues. Once `most` calls hang, no more calls start.
+    A call stops counting towards `most` if it runs longer than `stuck_after_s` seconds, or about a second
+    after its caller was cancelled. Its daemon thread continues, and the call counts as hanging until it ends.
+    Once `most` calls hang, `run` raises CapacityReached. A thread pool would lose a worker to every call that
+    hangs, and would wait for the call when the process exits.
     """
 
     def __init__(self, *, most: int, stuck_after_s: float) -> None:
@@ -38,7 +39,14 @@ class Threads:
         self.stuck_count = 0
 
     async def run(self, what: str, call: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of `call(*arguments)`; cancelling the wait does not stop the call."""
+        """Run `call(*arguments)` in a thread and return its result. Cancellation does not stop the call.
+
+        `what` names the call in errors and logs.
+
+        Raises:
+            CapacityReached: too many calls hang.
+            CriticalError: the call raised an exception that is not a ServiceError.
+        """
         if self.stuck_count >= self._most:
             raise CapacityReached(
                 f"{self.stuck_count} calls of plug-ins hang in this task app; it starts no more of them",
@@ -72,10 +80,12 @@ class Threads:
 
 
 async def in_thread(threads: Threads | None, what: str, call: Callable[..., T], *arguments: Any) -> T:
-    """Run the call of a plug-in in a thread; if `threads` is None, their number is not limited.
+    """Run the call of a plug-in in a thread and return its result.
+
+    If `threads` is None, the number of threads is not limited.
 
     Raises:
-        CriticalError: the call raised something other than an error of the service.
+        CriticalError: the call raised an exception that is not a ServiceError.
     """
     if threads is None:
         return await begin(what, call, *arguments)
@@ -83,14 +93,14 @@ async def in_thread(threads: Threads | None, what: str, call: Callable[..., T], 
 
 
 def begin(what: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """Start the call of a plug-in in a thread of its own, which ends with the process; see `in_thread`."""
+    """Start the call in a new daemon thread, and return a future of its result; errors as in `in_thread`."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
 
     def guarded() -> T:
-        # The boundary is here, not where the result is awaited: a future takes no StopIteration, and a
-        # SystemExit or CancelledError in it would end the service or look like our own cancellation.
+        # The boundary is inside the thread, because a future does not accept a StopIteration. A SystemExit in
+        # the future would end the service, and a CancelledError would look like our own cancellation.
         with boundary(what):
             return call(*arguments)
 
@@ -99,11 +109,11 @@ def begin(what: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[
             settle = partial(future.set_result, context.run(guarded))
         except ServiceError as exc:
             settle = partial(future.set_exception, exc)
-        except BaseException as exc:  # the boundary itself failed, and the caller must not wait for ever
+        except BaseException as exc:  # the boundary failed; without a result, the caller would wait for ever
             settle = partial(future.set_exception, InternalError(f"{what}: {describe_error(exc)}"))
         with suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(settle)
-        del future, settle  # otherwise an error would hold this frame, and through it itself and the plug-in
+        del future, settle  # otherwise the traceback of an error would keep the error and the plug-in alive
 
     threading.Thread(target=run, args=(future,), name=what, daemon=True).start()
     return future

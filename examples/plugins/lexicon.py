@@ -1,4 +1,4 @@
-"""lexicon.py: a dialogue with a tool that looks words up; an interaction answers and scores plain text."""
+"""lexicon.py: a dialogue in which the policy can look words up. An interaction answers plain text."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""pulses.py: a schedule by which fixed policies sample in every tenth iteration (or `window`-th)."""
+"""pulses.py: a schedule in which fixed policies sample every tenth iteration, or every `window`-th."""
 
 from trainer_backend.operator_plugins import schedule
 from turnwise import RolloutAllocationSchedule

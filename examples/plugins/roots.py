@@ -1,4 +1,4 @@
-"""roots.py: an answer of n tokens weighs sqrt(n); in `decision_mean` it weighs 1, in `token_mean` n."""
+"""roots.py: a loss aggregation in which an answer of n tokens weighs sqrt(n); in `token_mean` it weighs n."""
 
 import numpy as np
 

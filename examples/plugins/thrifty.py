@@ -1,4 +1,4 @@
-"""thrifty.py: a reward function that favours few answers; an answer without a guess costs 0.1."""
+"""thrifty.py: a reward function that divides the outcome by the number of answers."""
 
 from task_app.reward_functions import EvaluateResult, StepOutput, reward_function
 

@@ -21,7 +21,7 @@ NO_TOOLS = "there are no tools here; answer in words"
 
 
 class DialogueConfig(Body):
-    """The prompt of a dialogue. If `prompt` is a text, the system message `system` precedes it."""
+    """The prompt of a dialogue. The system message `system` is used only if `prompt` is a text."""
 
     prompt: tuple[Message, ...] | str = Field(
         min_length=1, description="chat messages, or the text of a user message"

@@ -1,1 +1,1 @@
-"""Plays one episode: the loop (`worker`), its prompts, its actions, the records of its steps, and its end."""
+"""Plays one episode: `worker` contains the loop, and the other modules make prompts, actions and records."""

@@ -62,8 +62,8 @@ def read_action(action: Mapping[str, Any]) -> Action:
     """Convert the first element of the tuple that `AgentPolicy.get_action` returns.
 
     An action of the type `tool_call` contains either one call, in its own keys `name` and `arguments` (the
-    published form), or a list of calls in `tool_calls`. An action may contain both forms only if `tool_calls`
-    contains this one call and no further call.
+    published form), or a list of calls in `tool_calls`. If it contains both, the only call in the list must
+    be the call in its own keys.
 
     Raises:
         ValueError: `type` is unknown, or the two forms contain different calls. This is a bug of the policy.

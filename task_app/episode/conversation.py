@@ -1,4 +1,4 @@
-"""Extends a conversation by each decision: the model's message, then tool results or the user's answer.
+"""Keeps a conversation: each decision adds the model's message, then tool results or the user's answer.
 
 `Conversation` implements the states of 3-context-editing-tool-loop.md: its method `prompt` is the state
 PENDING, and its method `carry_out` is PROCESSING_TOOLS and INTERACTING. The simulated user answers only a
@@ -33,7 +33,7 @@ LAST_SCORE = "last turn score: of the last answer, by the interaction"
 
 
 class UserInteraction(Protocol):
-    """What a conversation calls of a started `task_app.interactions.live.LiveInteraction`."""
+    """The part of a started `task_app.interactions.live.LiveInteraction` that a conversation uses."""
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
         """Answer the last assistant message as the user, and score it."""
@@ -195,7 +195,7 @@ class Conversation(Prompts):
         return DecisionEffect(outcome, parts, reply.should_terminate, silent, answer, took_s)
 
     def _add_user_turn(self, text: str) -> bool:
-        """Append the user's answer to the history, or return False if its limit of answers is reached."""
+        """Append the user's answer and return True, or return False if `max_user_turns` is reached."""
         limit = self._multi_turn.max_user_turns
         if limit is not None and self._user_turns >= limit:
             return False

@@ -24,8 +24,8 @@ def step_metadata(
 ) -> StepMetadata:
     """Return the metadata of decision `turn`. It contains decision_rewards if `step_rewards` requires them.
 
-    A decision that unlocked nothing has decision_rewards, too. In an environment without achievements, no
-    decision has them (DESIGN.md 4.2).
+    A decision that unlocked nothing has decision_rewards, too, but a decision in an environment without
+    achievements has none (DESIGN.md 4.2).
     """
     if not step_rewards.emits_decision_rewards or not after:
         return NO_METADATA

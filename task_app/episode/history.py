@@ -4,8 +4,8 @@ A history is immutable: appending a message or editing returns a new `History`. 
 history share their messages, so an earlier history can be kept at a small cost in memory.
 
 Source: 3-context-editing-tool-loop.md; DESIGN.md 4.12. The names full_history, deleted_msg_ids, msg_id,
-msg_id(invoking_assistant) and had_delete_operation are the source's. docs/conversations.md describes what
-replaces its trajectory_snapshots.
+msg_id(invoking_assistant) and had_delete_operation are the source's. docs/sources.md says what replaces the
+source's trajectory_snapshots.
 """
 
 import json
@@ -53,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class History:
-    """The conversation so far. `History.start` creates a history; `with_message` and others extend a copy."""
+    """The conversation so far. Methods such as `with_message` return a changed copy."""
 
     shows_ids: bool
     """Whether tool results contain message ids, which a model needs for editing its context."""
@@ -84,8 +84,8 @@ class History:
     def with_result(self, call: ToolCall, text: str, *, fields: Mapping[str, Any] | None = None) -> "History":
         """Append `text` as the result of a call of the last assistant message.
 
-        `fields` are given if the result is a JSON object: the members of this object. If the history has
-        `shows_ids`, the view then shows an object with the ids and these members.
+        If the result is a JSON object, `fields` contains its members. The view of a history with `shows_ids`
+        shows these members and the ids in one object.
         """
         invoking = self.last_assistant_id
         if invoking is None:
@@ -96,7 +96,7 @@ class History:
         return self._append(replace(entry, shown=self.with_text(entry, text, fields)))
 
     def with_edit(self, changes: Mapping[int, Change]) -> "History":
-        """Apply an edit. Undone edits are forgotten, so `redo` then returns None.
+        """Apply an edit, and forget the undone edits, so that `redo` returns None.
 
         An edit without `changes` has no effect.
         """

@@ -30,8 +30,8 @@ class Prompt:
     changed: Mapping[int, Message] = field(default_factory=dict)
     """Those of the first `reused` messages that differ from the previous prompt, by index."""
     again: Callable[[], tuple[Message, ...]] | None = None
-    """Rebuilds `messages`. A step stores this function, because storing every whole prompt of a conversation
-    would take memory that is quadratic in its length."""
+    """Rebuilds `messages`. A step stores this function, because storing every whole prompt would take memory
+    that grows with the square of the conversation's length."""
 
     @property
     def new(self) -> tuple[Message, ...]:
@@ -88,7 +88,7 @@ class Prompts:
         raise NotImplementedError
 
     def remember(self, step: StepData, before: StepData | None) -> None:
-        """Tell `step` where its `resulting_messages_history` comes from; `before` is the previous step.
+        """Tell `step` how to compute `resulting_messages_history`; `before` is the previous step.
 
         `resulting_messages_history` is the conversation up to the end of the step.
         """

@@ -16,7 +16,7 @@ def close(environment: Environment) -> None:
 
 
 def begin_close(environment: Environment) -> asyncio.Future[None] | None:
-    """Start to close the environment in a new thread, and return a future of the end of this call.
+    """Start to close the environment in a new thread; the returned future is done when it is closed.
 
     Return None if the environment is not a `ClosableEnvironment`.
     """

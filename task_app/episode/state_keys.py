@@ -1,4 +1,4 @@
-"""Makes state keys. Estimators compare decisions with equal keys, because they were made in the same state.
+"""Makes state keys, by which advantage estimators find decisions that were made in the same state.
 
 A state key is a digest of the policy's observation, which is first written in a canonical form. Unlike the
 result of `hash()`, the key is the same in every process. A key begins with the version of its kind, so that
@@ -23,7 +23,7 @@ from task_app.protocols import Observation
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
-    """A kind of state key: defines which part of which observations is compared.
+    """A kind of state key: defines which part of an observation is compared, and how many observations.
 
     of: returns the part of an observation that is compared, as JSON-able values.
     version: must be increased whenever `of` begins to return another value for any observation.
@@ -40,8 +40,8 @@ class PromptKey:
     """A kind of state key for conversations: compares the messages of prompts, except ids of tool calls."""
 
     observations: int | None = None
-    """Number of observations at the end of the prompt that are compared, with the policy's answers between
-    them; None: the whole prompt. An observation here is all messages between two answers of the policy."""
+    """How many of the prompt's last observations are compared, with the policy's answers between them; None:
+    the whole prompt. An observation here consists of all messages between two answers of the policy."""
     version: int = 2  # version 1 was a digest of the question only
     past: int | None = 0
     """0: only this prompt is compared. None: all earlier prompts are compared, too."""

@@ -64,9 +64,8 @@ def stop_reason(
 def termination_signal(limits: RolloutLimits) -> Callable[[str | None, Mapping[str, Any]], bool]:
     """Return a function that says whether a decision matches `limits.termination_regex`.
 
-    The function gets the policy's raw output and its action. If `limits.termination_target` is "raw", the raw
-    output is matched, otherwise the action's text. A policy without a model has no raw output: None never
-    matches.
+    The function gets the policy's raw output and its action. If `limits.termination_target` is "raw", it
+    matches the raw output, otherwise the action's text. A missing text never matches.
     """
     if limits.termination_regex is None:
         return lambda raw_output, action: False

@@ -69,7 +69,7 @@ Keep = Callable[[Environment, Sequence[StepData], Sequence[PastDecision]], Await
 
 
 class RLRolloutWorker:
-    """Plays one episode. `run_episode` plays it; afterwards `trajectory()` returns its record.
+    """Plays one episode with `run_episode`; afterwards `trajectory()` returns the episode's record.
 
     Args:
         task_definition: the environment and its config, the opening messages, the limits, and the ground
@@ -84,8 +84,8 @@ class RLRolloutWorker:
         keep: takes snapshots. It is called in each decision before the action is executed; the step stores
             the snapshot. If the limit of decisions or tokens ended the episode, it is called once more, and
             the trajectory stores the snapshot.
-        final_view: whether to send the next prompt to the policy after the episode was cut short, and to
-            request one token, in order to record the exact tokens of this prompt.
+        final_view: whether to record, if the episode was cut short, the exact tokens of the prompt that would
+            have followed. The worker gets them by sending the prompt to the policy and requesting one token.
         spans: records traces of model calls and environment calls.
         threads: run resets and slow steps; by default each of these calls gets a new thread.
     """
@@ -250,7 +250,7 @@ class RLRolloutWorker:
     def _outcome(self) -> tuple[float, str]:
         """Return the outcome reward and its definition.
 
-        If the environment defines no outcome, `Prompts.outcome` does, for example by the interaction's score.
+        If the environment defines none, `Prompts.outcome` does: in a conversation, it is the last score.
         """
         definition = self._environment.outcome_definition
         if not definition:
@@ -332,7 +332,7 @@ class RLRolloutWorker:
         return None if reply is None else policy_logprobs(reply[0].log_probs)
 
     def _prepare_policy_observation(self, current_messages_history: Sequence[Message]) -> PolicyObservation:
-        """Return the policy's observation: the prompt's messages, and how many tokens it may still sample."""
+        """Return what the policy gets: the messages, the data, and how many tokens it may still sample."""
         limit = self._multi_turn.max_episode_tokens
         max_tokens = None if limit is None else limit - self._tokens.sampled
         return PolicyObservation(current_messages_history, self._observation.data, max_tokens=max_tokens)
@@ -443,9 +443,9 @@ class RLRolloutWorker:
 
 
 def _create_environment(task: TaskDefinitionModel) -> tuple[Environment, tuple[Message, ...]]:
-    """Create the environment of a task; also return the task's messages that the environment does not show.
+    """Create the environment of a task; also return the messages that must be added to its prompts.
 
-    If the environment's config has the key `prompt`, it gets the messages there, and none are returned.
+    If the environment's config has the key `prompt`, the messages become its value, and none is returned.
     """
     config, opening = dict(task.base_resource_config), task.messages
     boards = default_plug_boards()
@@ -471,7 +471,7 @@ async def ask(
     """Ask the policy for an action; return None if the answer takes longer than `timeout_s`.
 
     Raises:
-        PolicyUnavailable: the time passed while the policy was repeating failed requests to its server.
+        PolicyUnavailable: `timeout_s` passed while the policy was repeating failed requests to its server.
     """
     try:
         return await decide(policy, observation, tools, timeout_s=timeout_s)

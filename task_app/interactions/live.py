@@ -27,10 +27,10 @@ class ConnectedInteraction(Protocol):
     """An interaction that uses parts of the service, such as its HTTP client."""
 
     def check(self, settings: Settings) -> None:
-        """Check the config when the service starts. Raises TaskAppError if it cannot work in this service."""
+        """Check the config when the service starts; raise TaskAppError if the interaction cannot run here."""
 
     def connect(self, context: PolicyContext) -> None:
-        """Take parts of the service from `context`; `connect` is the first call of an episode."""
+        """Take parts of the service from `context`; an episode calls this method before all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Calls:
     """Builds one interaction object and calls its published methods, one call at a time.
 
     All methods here run on the interaction's event loop, because every call may block, even the constructor.
-    If `start_interaction` returns an id, it replaces the given `instance_id`.
+    If `start_interaction` returns an id, this id replaces the given `instance_id`.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class LiveInteraction:
     """Runs an interaction for the episode loop and the HTTP routes. The caller that starts it must close it.
 
     The calls run on `loop`: the service's own event loop, or a loop that `loop_in_thread` started and that
-    stops when the interaction is finalised. `on_end` is called when the interaction is finalised, or when it
-    is given up because a call hangs. If this call returns later, `on_end` is called a second time.
+    stops when the interaction is finalised. `on_end` is called when the interaction is finalised. If a
+    hanging call prevents this, `on_end` is called after a time limit, and again if the call returns later.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Starts and finalises the interactions of a service: those of episodes, and those of sessions over HTTP."""
+"""Starts and finalises interactions, for episodes and for sessions over HTTP."""
 
 import asyncio
 import secrets
@@ -37,7 +37,7 @@ class Interactions:
         """Return the entry with this name; None stands for the only entry.
 
         Raises:
-            InvalidRequest: no entry has the name, or the name is None and there are several entries.
+            InvalidRequest: no entry has the name, or the name is None and there is not exactly one entry.
         """
         place = where + "name"
         if not self._entries:
@@ -64,7 +64,7 @@ class Interactions:
         """Start an interaction, and finalise it when the context ends.
 
         `kwargs` are the interaction_kwargs of the data row. If they contain no ground truth, the interaction
-        gets `ground_truth`, which is the request's. The interaction's instance_id begins with `rollout_id`.
+        gets the argument `ground_truth`. The interaction's instance_id begins with `rollout_id`.
         """
         live = self.live(name, kwargs, rollout_id=rollout_id, ground_truth=ground_truth)
         try:
@@ -121,8 +121,8 @@ class Interactions:
 class InteractionSession:
     """An interaction that a client calls over HTTP.
 
-    `turn` is the number of its answers so far. The journal of sessions leaves such a session out, because the
-    state of the interaction object cannot be stored.
+    `turn` is the number of answers so far. The journal of sessions leaves out these sessions, because the
+    state of an interaction object cannot be stored.
     """
 
     live: LiveInteraction

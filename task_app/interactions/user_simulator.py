@@ -25,7 +25,7 @@ _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
 
 
 class UserSimulatorConfig(OpenAIConfig):
-    """The config of a simulated user: the keys of the policy `openai`, and the keys that are defined here."""
+    """The config of a simulated user: all keys of the policy `openai`, and further keys for the user."""
 
     max_tokens: TokenLimit = 256
     ask_token_ids: Literal[False] = False

@@ -109,9 +109,9 @@ class Replay:
     """Seed of the random numbers after the snapshot; None: the generator of the snapshot continues."""
 
     def every(self, at_most: int) -> int:
-        """Return the smallest n for which `turns(n)` has at most `at_most` turns, but never fewer than two.
+        """Return the smallest n for which `turns(n)` has at most `max(2, at_most)` turns.
 
-        `turns(n)` are the start, every n-th decision, and the last decision.
+        `turns(n)` consists of the start, every n-th decision, and the last decision.
         """
         return next(every for every in count(1) if len(self.turns(every)) <= max(2, at_most))
 

@@ -103,7 +103,7 @@ class Spans:
     def here(self) -> Spans:
         """Return a copy that opens its spans as children of the span that is current now.
 
-        A captured agent's model calls arrive in other HTTP requests, where this span is not current.
+        Model calls of a captured agent need the copy, as they come in requests without this current span.
         """
         if self.tracer is None:
             return self
@@ -127,8 +127,8 @@ class Spans:
     ) -> AbstractContextManager[Notes]:
         """Open the span of one call of a policy; `turn` is None if it is not known yet.
 
-        The id `conversation` is added only if `parent` is None: otherwise the parent span, which is an
-        episode's, already contains the id.
+        The id `conversation` is added only if `parent` is None. Otherwise the parent is the span of an
+        episode, which already contains the id.
         """
         if self.tracer is None:
             return _NOTHING
@@ -205,10 +205,10 @@ def _fail(span: Span, code: str) -> None:
 def configure_spans(environ: Mapping[str, str]) -> Spans:
     """Return the spans that OpenTelemetry's environment variables ask for.
 
-    Spans are on if OTEL_TRACES_EXPORTER is `otlp` or `console`, or if it is not set and an OTLP endpoint is.
-    OTEL_SDK_DISABLED = true switches them off. If the process already has a tracer provider, for example from
-    `opentelemetry-instrument`, this provider is used. Otherwise a new provider is made, for which the SDK
-    reads further OTEL_* variables.
+    Spans are on if OTEL_TRACES_EXPORTER is `otlp` or `console`. If it is not set, an OTLP endpoint switches
+    them on. OTEL_SDK_DISABLED = true switches them off. If the process already has a tracer provider, for
+    example from `opentelemetry-instrument`, this provider is used. Otherwise a new provider is made, for
+    which the SDK reads further OTEL_* variables.
     """
     endpoint = next((environ[name] for name in _ENDPOINTS if environ.get(name)), None)
     exporter = environ.get(_SWITCH) or ("otlp" if endpoint else "none")

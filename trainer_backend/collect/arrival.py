@@ -48,8 +48,8 @@ def read_page(content: bytes, part: str) -> RolloutPage:
     """Parse a page of results, the body of a reply from GET /rollouts.
 
     A rollout that cannot be parsed is returned as a failed rollout, whose failure names the invalid field and
-    its value. If its id cannot be parsed either, its `rollout_id` is "". The fields of PLACE are copied only
-    if all of them can be parsed.
+    its value. If its id cannot be parsed either, its `rollout_id` is "". The fields of PLACE, which give its
+    place in the run, are copied only if all of them can be parsed.
 
     Args:
         part: name of the reply in error messages.
@@ -98,10 +98,10 @@ def _no_id(part: str) -> ReplyInvalid:
 
 
 def _read_place(text: bytes) -> dict[str, Any]:
-    """Return `rollout_id` and the fields of PLACE from the JSON text of an invalid rollout.
+    """Return the fields that identify the request, from the JSON text of an invalid rollout.
 
-    The id alone or the fields of PLACE together identify the request. An id that cannot be parsed is
-    returned as "". If any field of PLACE cannot be parsed, all fields of PLACE get defaults.
+    They are `rollout_id` and the fields of PLACE. An id that cannot be parsed is returned as "". If one
+    field of PLACE cannot be parsed, all fields of PLACE get defaults.
     """
     place: dict[str, Any] = {"rollout_id": "", **dict.fromkeys(PLACE, 0), "run_id": "", "group_id": ""}
     members, found = _parts(text) or [], {}
@@ -115,7 +115,7 @@ def _read_place(text: bytes) -> dict[str, Any]:
 
 
 def _locate(text: bytes, fault: ReplyInvalid) -> ReplyInvalid:
-    """Return a copy of the fault that names the path of the innermost field that is not valid JSON."""
+    """Return a copy of the fault, with the path to the innermost field that is not valid JSON."""
     names: list[str] = []
     while len(names) < _MOST_NAMES:
         members = _parts(text) or ()
@@ -137,7 +137,7 @@ def _read_json(text: bytes) -> Any:
 
 
 def _parts(text: bytes) -> list[tuple[str, bytes]] | None:
-    """Split the text of a JSON object or list into pairs of a key or index and the text of the value.
+    """Split the text of a JSON object or list into its values, each as a pair (key or index, text).
 
     Return None for any other text.
     """

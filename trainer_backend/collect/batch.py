@@ -85,7 +85,7 @@ class Batch:
     def without(self, ids: Container[str]) -> Self:
         """Return a copy without the finished rollouts that have these ids.
 
-        `failures` counts each removed rollout under the code REJECTED. `losses` does not count it.
+        `failures` counts each removed rollout under the code REJECTED; `losses` does not count it as lost.
         """
         rest = tuple(rollout for rollout in self.rollouts if rollout.rollout_id not in ids)
         count = len(self.rollouts) - len(rest)

@@ -130,7 +130,7 @@ class InstanceInfo(StrictReply):
     reseedable: bool = False
     """Whether the environment can continue from a snapshot with a new random seed."""
     rewards_calls: bool = False
-    """Whether the environment is an agent, an external program that may get a reward for each model call."""
+    """Whether the environment is an agent (an external program), whose model calls may get rewards."""
     state_keys: tuple[str, ...] = ()
 
 
@@ -143,8 +143,8 @@ class Instance(StrictReply):
 
     id: Id = Field(validation_alias=AliasChoices("env_id", "policy_id"))
     observation: _FirstObservation = _FirstObservation()
-    """The first observation of an environment. `achievements_counts` maps every achievement of the
-    environment to its counter."""
+    """The first observation of an environment. `achievements_counts` says how often each achievement was
+    reached; it is empty if the environment has no achievements."""
     info: InstanceInfo = InstanceInfo()
 
 
@@ -170,7 +170,7 @@ class TaskAppClient:
         timeout_s: deadline of one request. The deadline of a long poll is its waiting time plus `timeout_s`.
         name: the host name that was resolved to this address (`addresses.Address.name`), or empty.
         label: name of the app in metrics; empty: its host and port.
-        fault: the reason why the app cannot be given rollouts yet; None: it can.
+        fault: why the app cannot run rollouts yet; None: it can run them.
         most_reply_bytes: limit of a reply's bytes. Pages of results may be longer, if the app's own limit is
             higher.
     """
@@ -193,7 +193,7 @@ class TaskAppClient:
         self.begin_run("", asyncio.Event())
 
     def begin_run(self, run_id: str, change: asyncio.Event) -> None:
-        """Reset the state for a new run, which removes all rollouts from this client.
+        """Forget all rollouts and results of the previous run, and begin a new run.
 
         Args:
             change: an event that the client sets whenever the app starts or stops answering.
@@ -223,7 +223,7 @@ class TaskAppClient:
 
     @property
     def fault(self) -> str | None:
-        """The error that made the app unavailable; None: the app can be given rollouts."""
+        """The error that made the app unavailable; None: the app can run rollouts."""
         return self._fault
 
     @fault.setter
@@ -312,7 +312,7 @@ class TaskAppClient:
         return [name for name in self.accepted if name not in self._fresh]
 
     def find_restarted(self, instance_id: str) -> list[str]:
-        """Return the ids from `find_missing` whose requests another process than `instance_id` accepted."""
+        """Return those ids from `find_missing` that a process other than `instance_id` accepted."""
         if self._instances <= {instance_id}:
             return []  # the usual case, which must stay fast with many unfinished rollouts
         restarted = [name for name in self.find_missing() if self.accepted[name] != instance_id]
@@ -608,5 +608,5 @@ class TaskAppClient:
 
     @property
     def _certificate_host(self) -> str | None:
-        """The host name in the TLS certificate, if the URL contains an IP address in its place; else None."""
+        """The host name in the TLS certificate; None if the URL contains it or is not HTTPS."""
         return self.name.rpartition(":")[0] if self.name and self.url.startswith("https:") else None

@@ -52,8 +52,8 @@ class Entry:
     """An unfinished rollout of a queue.
 
     `app` is the task app that runs the rollout, or None while the rollout waits. `failed_at` is the app where
-    the rollout failed last. `turn` is 0 until the rollout is put back into its queue. A rollout that is put
-    back later has a higher `turn`.
+    the rollout failed last. `turn` is 0 until the rollout is put back into its queue. `turn` then numbers the
+    rollouts of the queue in the order in which they were put back.
     """
 
     request: RolloutRequest
@@ -72,7 +72,7 @@ class Entry:
     def is_new(self) -> bool:
         """Whether the rollout was never given to a task app.
 
-        If a result arrives all the same, it comes from an earlier batch with the same ids.
+        A result of a new rollout can only come from an earlier batch with the same ids.
         """
         return self.app is None and not self.turn
 
@@ -120,8 +120,9 @@ class Queue:
     def next_for(self, app: TaskAppClient, *, alone: bool) -> Entry | None:
         """Remove and return the next waiting rollout for an app, or None if there is none for this app.
 
-        While there are groups that no app has started, an app gets all siblings of its group. A rollout that
-        failed at this app is returned only if `alone`, which means that no other app is available.
+        Rollouts that were put back come first. Then the app gets the rest of its group, a group that no app
+        has started, or rollouts from the group of another app, in this order. A rollout that failed at this
+        app is returned only if `alone`, which means that no other app is available.
         """
         again = [part for place, part in self.again.items() if part and (alone or place is not app)]
         if again:
@@ -286,8 +287,8 @@ class Dispatcher:
     def end(self, app: TaskAppClient, rollout: Rollout) -> None:
         """Process one result from a task app.
 
-        The result is ignored if its rollout has ended already. A failure is also ignored if the rollout was
-        taken from this app since.
+        The result is ignored if its rollout has ended already. A failure is also ignored if this app no
+        longer runs the rollout.
         """
         entry = self._find(rollout.rollout_id) if rollout.rollout_id else self._find_at_place(app, rollout)
         is_wrong = rollout.failure is not None and rollout.failure.code == WRONG_ROLLOUT
@@ -350,9 +351,9 @@ class Dispatcher:
         return None
 
     def _find_at_place(self, app: TaskAppClient, rollout: Rollout) -> Entry | None:
-        """Return the app's unfinished rollout that has the same fields PLACE as a result without an id.
+        """Return the rollout to which a result without an id belongs, found by the fields of PLACE.
 
-        Return None unless exactly one rollout matches.
+        Return None unless exactly one unfinished rollout of the app matches.
         """
         place = rollout.model_dump(include={*PLACE})
         entries = (entry for queue in self.queues for entry in queue.unfinished.values())
@@ -516,8 +517,8 @@ class Dispatcher:
         Ends when the task is cancelled, or when the app is lost and DNS no longer returns its address. The
         caller of `collect` acknowledges the last results after it has stored them. Earlier results are
         acknowledged here, so that a task app stores only about _MOST_UNACKED results. This is safe, because
-        `keep` has written the finished rollouts to disk, and a restarted trainer has another run id
-        (start.run_job) and never requests these rollouts again.
+        `keep` has written the finished rollouts to disk. A restarted trainer never requests them again,
+        because `start.run_job` gives it another run id.
         """
         while not (app.retired and app.fault):
             try:
@@ -614,7 +615,7 @@ def _copy_place(request: RolloutRequest) -> dict[str, Any]:
 
 
 def _record_loss(request: RolloutRequest, instance_id: str, why: str) -> Rollout:
-    """Return a failed rollout, for a request that was lost with task apps _MAX_LOSSES times."""
+    """Return a failed rollout for a request that task apps have lost _MAX_LOSSES times."""
     detail = f"{_MAX_LOSSES} times a task app was lost with it; the last one: {why}"
     return Rollout(
         **_copy_place(request),

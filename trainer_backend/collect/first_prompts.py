@@ -26,9 +26,9 @@ Messages = Sequence[dict[str, Any]]
 
 
 class Room(NamedTuple):
-    """The number of tokens that a first prompt may have.
+    """The number of tokens that a first prompt may have: `limit` - `answer`.
 
-    It is `limit`, which applies to prompt and answer together, minus `answer`, the longest allowed answer.
+    `limit` applies to prompt and answer together, and `answer` is the length of the longest allowed answer.
     `limit_key` and `answer_key` are the job's TOML keys that set these two numbers.
     """
 
@@ -39,7 +39,7 @@ class Room(NamedTuple):
 
     @classmethod
     def of(cls, players: Players) -> Self:
-        """Read `limit` and `answer` from the job, each as the lowest of the settings that apply."""
+        """Read `limit` and `answer` from the job. If several settings apply, the lowest counts."""
         table, rollout = players.multi_turn, players.rollout
         limits = [(table.max_model_length, "multi_turn.max_model_length")] if table.enable else []
         if (length := players.servers[ACTOR].max_model_len) is not None:
@@ -64,7 +64,7 @@ def _lowest(numbers: Sequence[tuple[int, str]]) -> tuple[int, str]:
 
 
 class _Part(NamedTuple):
-    """The training or the held-out rows, with the TOML key and the word that messages use for them."""
+    """The training or the held-out rows; messages name them by their TOML `key` and their `kind`."""
 
     rows: Sequence[Row]
     key: str
@@ -80,7 +80,7 @@ class FirstPrompts:
 
     @classmethod
     def of(cls, planner: Planner) -> Self | None:
-        """Return the rows of a job, or None if there are none or if their first prompts cannot be known."""
+        """Take the rows of a job; return None if the job has no rows or their first prompts are unknown."""
         source, players = planner.source, planner.players
         rollout, system = players.rollout, players.rollout.env_config.get("system", "")
         is_known = rollout.env_name == "dialogue" and rollout.policy_name == "openai"
@@ -100,7 +100,7 @@ class FirstPrompts:
         Training rows and held-out rows have a line each; it is omitted if all of these rows fit.
 
         Args:
-            find_long: finds the prompts of a list that have more than a number of tokens.
+            find_long: finds, in a list of prompts, those that have more than a given number of tokens.
             tell: called before each batch of rows, with the number of measured rows and the total. It may
                 raise an exception to stop.
 

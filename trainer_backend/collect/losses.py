@@ -115,7 +115,7 @@ def losses_in(row: Mapping[str, Any], *, branches: bool = False) -> Losses:
 
 
 def sum_losses(sums: Mapping[str, float]) -> Losses:
-    """Return the losses of a whole run, given the sums over its rows of the keys in FAILED and FINISHED."""
+    """Return the losses of a run. `sums` maps the keys in FAILED and FINISHED to their sums over rows."""
     lost, finished = (int(sum(sums.get(name, 0.0) for name in names)) for names in (FAILED, FINISHED))
     return Losses(lost, lost + finished)
 

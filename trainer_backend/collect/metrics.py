@@ -135,7 +135,7 @@ def are_successes(episodes: Sequence[Trajectory]) -> bool:
 
 
 def _counts_achievements(episodes: Sequence[Trajectory]) -> bool:
-    """Return whether outcomes are numbers of achievements. If all are 0, their definition decides."""
+    """Return whether outcomes are numbers of achievements. If all are 0, the outcome's definition decides."""
     return (
         have_achievements(episodes)
         and all(item.outcome_reward == unique_achievements(item) for item in episodes)

@@ -27,7 +27,7 @@ class Wanted(NamedTuple):
 async def replay_all(
     apps: TaskApps, planner: Planner, wanted: Sequence[Wanted]
 ) -> list[dict[int, str] | None]:
-    """Return the result of `snapshots_at` for each item, with as many concurrent replays as task apps."""
+    """Call `snapshots_at` for each item, with one running call per task app; return the results."""
     places = count()
     found: dict[int, dict[int, str] | None] = {}
 

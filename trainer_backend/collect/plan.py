@@ -94,7 +94,7 @@ class Players:
         return _spec(self.rollout.policy_name, {**config, **self.rollout.policy_config}, server, seed)
 
     def scripted(self, name: str, purpose: str, group: int, config: Mapping[str, Any]) -> PolicySpec:
-        """Return the specification of a policy of the task app; its config may name the actor's server."""
+        """Return the specification of a policy other than the actor, such as the random policy."""
         return _spec(name, config, self.servers.get(ACTOR), derived_seed(self.seed, purpose, group))
 
     def evaluated(
@@ -194,8 +194,8 @@ class Planner:
     ) -> list[RolloutRequest]:
         """Plan further groups of an iteration, on origins that the iteration has not played yet.
 
-        If the origins are a fixed set, played origins follow after all others. Their groups may have been
-        flat (all advantages 0), and would probably be flat again.
+        If the origins are a fixed set, played origins are repeated only after all others, because a group
+        that was flat (all advantages 0) would probably be flat again.
 
         Args:
             round_number: the number of the refill in this iteration, from 1.
@@ -208,10 +208,10 @@ class Planner:
         return self._groups(stage, iteration, origins)
 
     def branches(self, parents: Sequence[Rollout]) -> list[RolloutRequest]:
-        """Plan branches from the snapshots of finished rollouts, to estimate values and not to be trained.
+        """Plan branches that estimate the values at the snapshots of finished rollouts.
 
         A branch is played by the actor with other seeds than its parent. Its limits, including the time
-        limit, are what the parent had left at the snapshot. `forks` plans branches that are trained.
+        limit, are what the parent had left at the snapshot. These branches are not trained; see `forks`.
         """
         return [
             request
@@ -259,8 +259,8 @@ class Planner:
 
         Args:
             snapshots: the snapshots where branches start, by the number of decisions before the snapshot.
-            fresh_draws: whether the environment draws other random numbers than in the parent. Siblings then
-                have the same random numbers.
+            fresh_draws: whether the environment draws random numbers that differ from the parent's. All
+                siblings of a group draw the same ones.
         """
         return [
             request.model_copy(
@@ -421,7 +421,7 @@ class Planner:
 
     @property
     def _state_keys(self) -> tuple[str, ...]:
-        """Names of the job's state keys, including the key by which its estimator compares decisions."""
+        """Names of the job's state keys; one may be the key by which the estimator compares decisions."""
         algorithm = self.algorithm
         compares = estimator(algorithm.advantage).needs_state_keys
         own = [algorithm.state_hashing_function] if compares else []

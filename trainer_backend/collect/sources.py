@@ -1,4 +1,4 @@
-"""Chooses the origin of each group, a world or a row of a data set, and the policy of each rollout. Pure."""
+"""Chooses a world or a row of a data set for each group, and a policy for each rollout. Pure functions."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -228,7 +228,7 @@ class Inference:
     max_model_len: int | None = None
     """Maximum number of tokens of a prompt and its response together; None: unknown."""
     asks: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings in the config of a policy that calls this server; `policy_config` overrides them."""
+    """Config for policies that call this server, e.g. `processed_logprobs`; `policy_config` overrides it."""
     other_urls: tuple[str, ...] = ()
     """URLs of further servers that are equal to the one at `url`. Each rollout uses one of the servers."""
 

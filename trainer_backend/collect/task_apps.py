@@ -47,7 +47,7 @@ async def own_task_app(
     """Start a task app on the loopback interface, yield its URL and process, and stop it on exit.
 
     Args:
-        arguments: further arguments of its command line.
+        arguments: further command-line arguments of the task app.
         variables: further environment variables.
 
     Raises:

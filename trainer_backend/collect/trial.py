@@ -2,8 +2,8 @@
 
 Each task app creates the job's environment, takes one decision without tool calls in it, creates the policy
 of every stage, and releases all of them. Names of reward functions and interactions are only compared with
-the names that the task app lists. This reports a wrong name or config, or an environment that raises, by its
-TOML key before the run starts, and not after minutes of warm-up.
+the names that the task app lists. Thus a job with a wrong name, a wrong config or an environment that raises
+ends at once, with an error that names the TOML key, and not after minutes of warm-up.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

@@ -32,7 +32,7 @@ class AdaptiveSchedule(DrawnSchedule):
     again, alpha falls again. Alpha is alpha_0 until outcomes of both the actor and the fixed policies are
     known. While `counted` is unknown, the formula uses 1.
 
-    The formula is our own: source 4 lists an adaptive schedule among its extensions, without a formula.
+    The formula is our own. Source 4 (docs/sources.md) lists an adaptive schedule, but gives no formula.
     """
 
     alpha_0: float

@@ -1,4 +1,4 @@
-"""Loss aggregation: weights of sampled tokens in an optimizer step, and units that share a ratio.
+"""Loss aggregation: weights of sampled tokens in the loss, and groups of tokens that share a ratio.
 
 Weights are computed before segments are packed into rows and divided into micro-batches. Therefore the loss,
 sum(weight * surrogate), does not depend on the order of segments, on packing or on the number of devices
@@ -35,22 +35,22 @@ class ConstantKeys(Table):
 
 @dataclass(frozen=True, slots=True)
 class AggregationPlug:
-    """An aggregation that a job can select by name."""
+    """A rule that gives each sampled token its weight in the loss. A job selects it by name."""
 
     weights: Aggregation
     over: WeighedOver = "step"
-    """The segments that `weights` gets, and the scale of its result. "step": the segments of one optimizer
+    """Which segments `weights` gets, and how its result is scaled. "step": the segments of one optimizer
     step. "iteration": all segments of the iteration, because an episode's segments may lie in several steps;
     the weights are then multiplied by the number of steps of a pass, so that the weights of a step sum to
     about 1. "plan": the segments of one step; the weights are then divided by the number of planned tokens,
     which does not depend on samples."""
     keys: type[Table] = Table
-    """Class of the job keys that it reads: from `[training]`, or from `[training.NAME]` if [training] does
-    not define them."""
+    """Class of the job keys that the rule reads. Keys that the table [training] does not define are in
+    [training.NAME]."""
 
     @property
     def is_biased(self) -> bool:
-        """Return whether the denominator depends on samples, which biases the gradient."""
+        """Whether the denominator depends on samples, which biases the gradient."""
         return self.over != "plan"
 
 

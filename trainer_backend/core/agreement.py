@@ -16,7 +16,7 @@ def correlation(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 
 def sign_agreement(left: Sequence[float], right: Sequence[float]) -> float | None:
-    """Return the share of pairs with equal signs, of the pairs without a 0; None if there is no such pair."""
+    """Return the share of pairs with equal signs. Pairs with a 0 are left out; None if no pair is left."""
     same = [(a > 0) == (b > 0) for a, b in zip(left, right, strict=True) if a and b]
     return sum(same) / len(same) if same else None
 

@@ -2,8 +2,8 @@
 
     alpha(step) = P(the actor samples),   step = the iteration, from 1
 
-The actor samples if u < alpha. The number u in [0, 1) is a hash of the seed, the step, and the name of the
-iteration's part that the choice is for. A resumed run therefore makes the same choices. If alpha is raised
+The actor samples if u < alpha. The number u in [0, 1) is a hash of the seed, the step, and the name of a
+unit: the iteration, a group or a rollout. A resumed run therefore makes the same choices. If alpha is raised
 and u stays the same, some samples of fixed policies become samples of the actor, and no other choice changes.
 
 Source: 4-mixture-of-rollout-models.md, "Rollout Allocation Schedule"; DESIGN.md 4.10.
@@ -61,7 +61,7 @@ class Weighted(Selection):
 class ByReward(Selection):
     """Chooses among fixed policies with the bandit algorithm UCB1.
 
-    Each policy is chosen once. Afterwards, the choice is always the policy j with the largest
+    First, each policy is chosen once. Afterwards, the choice is always the policy j with the largest
 
         mean_j + spread * sqrt(2 ln n / n_j)
 
@@ -287,13 +287,12 @@ class AllocationPlug:
     """A type of schedule that a job can select by name."""
 
     kind: type[RolloutAllocationSchedule]
-    """Class of the schedule. The arguments of its constructor are job keys (see `keys`), with three
-    exceptions: `seed` is the seed of the job, `history` the finished iterations, and `selection` is not
-    passed."""
+    """Class of the schedule. The arguments of its constructor are job keys (see `keys`), except `seed`,
+    `history` and `selection`. `schedule` passes `seed` and `history`, and leaves out `selection`."""
 
     @property
     def keys(self) -> type[Table]:
-        """Return the class of the schedule's job keys.
+        """The class of the schedule's job keys.
 
         Keys that [rollout_allocation_schedule] does not define are in [rollout_allocation_schedule.NAME].
         """
@@ -301,18 +300,18 @@ class AllocationPlug:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the names of the keys that a job must set, which are the arguments without a default."""
+        """The names of the keys that a job must set, which are the arguments without a default."""
         arguments = self.arguments()
         return frozenset(name for name in arguments.keys() - _GIVEN if arguments[name].default is _NO_DEFAULT)
 
     @property
     def takes(self) -> frozenset[str]:
-        """Return the names of the keys that a job may set, which are the arguments with a default."""
+        """The names of the keys that a job may set, which are the arguments with a default."""
         return frozenset(self.arguments()) - _GIVEN - self.needs
 
     @property
     def looks_back(self) -> bool:
-        """Return whether a choice depends on earlier iterations."""
+        """Whether a choice depends on earlier iterations."""
         return "history" in self.arguments()
 
     def arguments(self) -> dict[str, Parameter]:

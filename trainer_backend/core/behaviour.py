@@ -32,11 +32,12 @@ class WeightKeys(Table):
     """Keys that say how weights are truncated. Truncation bounds their variance at the cost of a bias."""
 
     behaviour_weight_cap: float = Field(default=2.0, ge=1)
-    """upper bound of the weight proximal / behaviour"""
+    """upper bound of a behaviour weight, which is proximal probability / behaviour probability"""
     behaviour_weight_floor: float = Field(default=0.0, ge=0, le=1)
     """in mode mask, weights below this bound are also set to 0; mode truncate does not read this key"""
     behaviour_weight_level: RatioLevel = "token"
-    """the weight of a token: its own, or the product over all tokens of its decision or of its episode"""
+    """token: each token has its own weight; decision or episode: all tokens of a decision or of an episode
+    have the same weight, the product of their token weights"""
     behaviour_weight_mode: WeightMode = "truncate"
     """truncate sets a weight above behaviour_weight_cap to the cap; mask sets it to 0"""
 
@@ -97,10 +98,10 @@ def effective_share(weights: Sequence[float]) -> float:
 
 
 def counted_share(weights: Sequence[float]) -> float:
-    """Compute how many samples of weight 1 would count as much as the n weighted samples, divided by n.
+    """Compute the share of n weighted samples that counts: the effective share, but at most the mean weight.
 
         min(effective_share, mean w) = (sum w)^2 / (n * max(sum w^2, sum w))
 
-    For equal weights w the share is min(w, 1).
+    The samples count as much as n * share samples of weight 1. If all weights are w, the share is min(w, 1).
     """
     return min(effective_share(weights), math.fsum(weights) / len(weights))

@@ -49,7 +49,7 @@ class Packed:
     """int64, number of the token's segment or trie within its row, from 1; 0 in padding."""
     predict_row_N: Tensor
     predict_position_N: Tensor
-    """int64, row and column of the cell whose hidden state predicts each sampled token."""
+    """int64, column of the cell whose hidden state predicts the token; `predict_row_N` is the cell's row."""
     target_N: Tensor
     """int64, id of the sampled token."""
     temperature_N: Tensor
@@ -312,7 +312,7 @@ def collate(
 
 
 def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
-    """Split [N] values of sampled tokens into one array per segment, in the order that `pack_segments` got.
+    """Split [N] values of sampled tokens into one array per segment, in the order given to `pack_segments`.
 
     `packed` must be whole, not a result of `cut_packed`.
     """
@@ -321,7 +321,7 @@ def by_segment(packed: Packed, values_N: Tensor) -> list[NDArray[Any]]:
 
 
 def split_by_number(packed: Packed, values_N: Tensor) -> dict[int, NDArray[Any]]:
-    """Split [N] values of sampled tokens by segment: segment number (`Packed.segment_N`) -> its values."""
+    """Split [N] values of sampled tokens by segment; the keys are segment numbers (`Packed.segment_N`)."""
     number_N = packed.segment_N.cpu().numpy()
     first_S = np.flatnonzero(np.diff(number_N, prepend=-1))
     rows = np.split(values_N.detach().cpu().numpy(), first_S[1:])

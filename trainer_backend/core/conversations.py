@@ -120,7 +120,7 @@ def context_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def refused_edits(trajectory: Trajectory) -> int:
-    """Count the context edits that were refused, for all or for some of the message ids that they name."""
+    """Count the context edits that were refused, wholly or for some of the messages that they name."""
     results = [
         message.content or ""
         for message in trajectory.full_history
@@ -144,7 +144,7 @@ def segment_metrics(segments: Sequence[Sequence[Segment]]) -> dict[str, float]:
 
 
 def failure_metrics(failures: Mapping[str, int]) -> dict[str, float]:
-    """Return metrics of failed interactions, from numbers of failures by code; timeouts are failures too."""
+    """Return metrics from `failures`, the number of failures per error code; a timeout is also a failure."""
     timeouts = failures.get(DEADLINE, 0)
     failed = timeouts + failures.get(FAILED, 0)
     return {"interaction/timeouts": float(timeouts), "interaction/failures": float(failed)}

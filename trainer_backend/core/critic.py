@@ -35,7 +35,7 @@ class OwnCriticKeys(Table):
     """Job keys of a critic that is a second model (`critic = "own"`)."""
 
     critic_learning_rate: float = Field(default=1e-3, gt=0)
-    """own critic: constant learning rate of its layers' AdamW"""
+    """own critic: learning rate of AdamW for all layers except the value head; it stays constant"""
     critic_passes: int = Field(default=2, ge=1)
     """own critic: passes over an iteration's decisions"""
     critic_batch_decisions: int = Field(default=256, ge=1)
@@ -55,7 +55,8 @@ class CriticKeys(HeadKeys, OwnCriticKeys):
     absent: no limit"""
     value_learning_rate: float = Field(default=0.5, gt=0)
     """critic: about how far one optimizer step of the value head can move a value, in reward units; AdamW's
-    rate is this number divided by the number of the head's inputs, on the schedule of learning_rate"""
+    rate is this number divided by the number of the head's inputs; if critic is head, AdamW's rate follows
+    the schedule of learning_rate"""
 
 
 CRITICS: dict[str, type[Table]] = {"head": HeadKeys, "own": OwnCriticKeys}
@@ -98,7 +99,7 @@ class CriticTargets:
 
 
 def firsts(numbers: OfEpisode) -> Sequence[float]:
-    """Return one number per decision, [T]; of numbers by token, the first of each decision."""
+    """Return one number per decision, [T]; for a `ByToken`, the number of the decision's first token."""
     return numbers.firsts_T if isinstance(numbers, ByToken) else numbers
 
 
@@ -118,8 +119,8 @@ def make_targets(values: OfEpisode, advantages: OfEpisode) -> CriticTargets:
 def values_of_episode(segments: Sequence[Segment], values: Sequence[Row], *, level: ValueLevel) -> OfEpisode:
     """Return an episode's values by sampled token, or one value per decision.
 
-    `values` contains for each segment the [N] values V, in reward units, at the positions that predict its
-    sampled tokens. With the level "decision", V(s_t) is the value at the first sampled token of decision t.
+    `values` contains [N] numbers per segment: V, in reward units, at the position that predicts each sampled
+    token. With the level "decision", V(s_t) is the number of the first sampled token of decision t.
     Raises AdvantageError if a decision has no sampled token, or if a value is not finite.
     """
     rows = by_decision(segments, values)
@@ -137,7 +138,7 @@ def read_column(segment: Segment, of_episodes: Mapping[str, OfEpisode], what: st
     """Return one number per sampled token of a segment, [N]: the token's own, or that of its decision.
 
     `of_episodes` maps rollout ids to numbers; `what` names them in errors. Raises BatchError if a number is
-    missing or not finite, or if the numbers by token of a decision are not as many as its sampled tokens.
+    missing or not finite, or if a `ByToken` does not have one number per sampled token of a decision.
     """
     found = of_episodes.get(segment.rollout_id, ())
     if isinstance(found, ByToken):

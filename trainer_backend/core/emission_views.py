@@ -1,7 +1,7 @@
-"""Derives `emission_views` and `assistant_turn_boundaries` of source 3 (docs/terms.md). Pure functions.
+"""Finds the prompt and the token positions of each answer of an episode in its segments. Pure functions.
 
-They are the prompt and the token position of each answer. Source 3 records them while an episode runs. Here
-they are derived from segments, where each answer follows the exact prompt from which it was sampled.
+Source 3 (docs/terms.md) calls them `emission_views` and `assistant_turn_boundaries`, and records them during
+an episode. In segments, each answer follows the exact prompt from which it was sampled.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,6 @@
 """Encodes and decodes the experts that a sampler chose for tokens of a mixture-of-experts model.
 
-W is the number of expert numbers per token. UNKNOWN means that the sampler reported no expert.
+W is the number of experts per token, over all layers. UNKNOWN means that the sampler reported no expert.
 """
 
 from base64 import b64decode, b64encode
@@ -43,8 +43,8 @@ def _read_whole(value: Any) -> NDArray[np.uint16]:
 def read_experts(choices: ExpertChoices, *, length: int, where: str) -> NDArray[np.uint16]:
     """Decode the experts, [n, W], of the n tokens from index `choices.first` on.
 
-    `length` is the number of tokens of the model call. Raises SegmentError if the data is not base64, does
-    not contain W numbers for each token, or goes beyond these tokens. `where` is the place named in errors.
+    Raises SegmentError if the data is not base64, does not contain W numbers for each token, or continues
+    beyond the `length` tokens of the model call. `where` is the place named in errors.
     """
     try:
         numbers = np.frombuffer(b64decode(choices.data, validate=True), _TYPES[choices.number_bytes])

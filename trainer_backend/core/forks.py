@@ -51,8 +51,8 @@ class ForkPlug:
 
     choose: Choose
     reads_samples: bool = True
-    """Whether the rule reads what the parent sampled. The rest of the parent is then a biased sample of what
-    follows the fork, so continuations are compared only with each other, not with the parent."""
+    """Whether the rule reads what the parent sampled. If it does, the parent's part after the fork is a
+    biased sample, so continuations are compared only with each other, not with the parent."""
     needs_values: bool = False
     """Whether the rule reads a critic's values."""
 
@@ -102,7 +102,7 @@ FORK_RULES = {
 
 
 def cut_rest(episode: EpisodeRewards, turn: int, group_id: str) -> EpisodeRewards:
-    """Return the rest of an episode from `turn` on, in the group of the continuations that start there."""
+    """Return the part of an episode from `turn` on, as a member of the group of continuations from `turn`."""
     t, tokens = turn - 1, episode.token_values
     rest_T = episode.rewards_T[t:]
     return replace(
@@ -124,10 +124,10 @@ def compare_at_forks(
 
         A_0 = G_0 - mean G_0 of the other members of its group
 
-    G_0 is the return from the first decision. `episodes` are continuations; `rests` are the rests of their
-    parents (`cut_rest`), and may be empty. All members of a group start in the same state. If a group has a
-    single member, A_0 is 0. `found` contains the advantages of `episodes`, then those of `rests`; the result
-    contains only those of `episodes`.
+    G_0 is the return from the first decision. `episodes` are continuations; `rests` are the parts of their
+    parents after the forks (`cut_rest`), and may be empty. All members of a group start in the same state. If
+    a group has a single member, A_0 is 0. `found` contains the advantages of `episodes`, then those of
+    `rests`; the result contains only the advantages of `episodes`.
     """
     every = [*episodes, *rests]
     returns = [discounted_returns(episode.rewards_T, gamma)[0] for episode in every]

@@ -23,12 +23,12 @@ def refuse_lost_reward(
 ) -> None:
     """Raise RewardError if the rewards r_t of an episode do not sum to what its trajectory records.
 
-    For each `reward_mode` these equations must hold, with `kl_T` added to each right-hand side of r_t:
+    For each `reward_mode` these equations must hold, with KL = sum of `kl_T`:
 
         decision_stepwise   credited achievements = those unlocked after the first observation, each once
-                            sum of r_t = deltas + bonuses of first unlocks + reward_parts
-        off                 sum of r_t = outcome_reward + penalties
-        env_sparse          sum of r_t = env_rewards of all env steps + reward_parts
+                            sum of r_t = deltas + bonuses of first unlocks + reward_parts + KL
+        off                 sum of r_t = outcome_reward + penalties + KL
+        env_sparse          sum of r_t = env_rewards of all env steps + reward_parts + KL
 
     `rewards_T` is the result of `shared_schemas.rewards.reward_vector` with the same keys and horizon, plus
     `kl_T`, the costs of the KL to the reference policy (core.kl_reward). The error contains both sums.

@@ -1,5 +1,6 @@
-"""Selects the decisions that the warm-up imitates, and their target outputs. Exports of training data use the
-same selection. Pure functions.
+"""Selects the decisions that the supervised warm-up before RL imitates, and their target outputs. Pure.
+
+Exports of training data use the same selection.
 """
 
 from typing import Any
@@ -14,8 +15,8 @@ def worth_imitating(step: StepData) -> bool:
     """Return whether the warm-up imitates a decision.
 
     A decision is not imitated if it was refused, is empty, or is marked `exploratory`. If it has a teacher's
-    label (LABEL), the label is imitated instead of the action: only the label must then be neither empty nor
-    `exploratory`, and the action may have been refused.
+    label (LABEL), the label is imitated instead of the action, even if the action was refused. In this case,
+    the label must not be empty or `exploratory`.
     """
     label = step.action_taken.get(LABEL)
     refused = step.step_info.invalid_reason is not None and label is None

@@ -39,8 +39,8 @@ def crafter_score_interval(counts: Sequence[Mapping[str, int]], worlds: Sequence
         high = m + (d(b) + B) / N,   b_i = f(u_i) - f(p_i)
 
     c_ij is (1 - 1/W) times the correlation of s_wi and s_wj over the W worlds, or 0 if either does not vary;
-    c_ii is 1. B >= 0 is the jackknife estimate of the bias of N m, because m is too low on average if
-    achievements are rare: f is concave. In d(b), the term `_unseen_distance` replaces the terms of all
+    c_ii is 1. B >= 0 is the jackknife estimate of how much N m is too low on average: if achievements are
+    rare, m is too low because f is concave. In d(b), the term `_unseen_distance` replaces the terms of all
     achievements that no episode unlocked.
 
     bench/score_coverage.py of commit 4d960597 measures how often the interval contains the true score. The
@@ -119,7 +119,7 @@ def _standardise(shares_W: Sequence[float]) -> list[float]:
 
 
 def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> float:
-    """Bound from above what the K achievements that no episode unlocked add to the sum of f (`_log_percent`).
+    """Compute an upper bound of the sum of f (`_log_percent`) over the K achievements that were not unlocked.
 
         min(sqrt(K) f(z^2 / (n + z^2)), K f(U / (n K))),   U = k + z^2 / 2 + z sqrt(k + z^2 / 4)
 
@@ -141,7 +141,7 @@ def _unseen_distance(shares_NW: Sequence[Sequence[float]], episodes: int) -> flo
 
 
 def _jackknife_bias(shares_W: Sequence[float]) -> float:
-    """Estimate by the jackknife how much f(p) is too low on average, where p is the mean share of W worlds.
+    """Estimate by the jackknife how far f(p) is below f(true rate) on average; p is the mean of W shares.
 
         max((W - 1) (f(p) - mean_w f(p without world w)), 0),   f is `_log_percent`
 
@@ -183,8 +183,8 @@ def nested_rate_interval(shares: Sequence[float], episodes: int) -> Interval:
         n = min(p (1 - p) / v, E) * (t_{E-1} / t_{W-1})^2,   v = sum_w (p_w - p)^2 / (W (W - 1))
 
     p_w is the share of successes in world w (`shares`), W the number of worlds, p the mean of p_w, E the
-    number of episodes (at least W), and t Student's 97.5 % quantile. If p is 0 or 1, then v = 0 tells nothing
-    about the variance, and W replaces the minimum. With one episode per world, or a single world, n is W.
+    number of episodes (at least W), and t Student's 97.5 % quantile. If p is 0 or 1, then v is 0 and says
+    nothing about the variance, so W replaces min(...). With one episode per world, or a single world, n is W.
     Raises ValueError without worlds.
 
     Source: Korn and Graubard, Survey Methodology 24 (1998), p. 193, but with Wilson's interval, not theirs.

@@ -52,7 +52,7 @@ class ScoredTokens:
         return cls(by_decision(segments, policy), by_decision(segments, reference))
 
     def over(self, decisions: int) -> "ScoredTokens":
-        """Append empty lists up to this number of decisions, because the last may have no sampled token."""
+        """Append empty lists for last decisions without sampled tokens, to reach `decisions` lists."""
         rows: list[list[float]] = [[] for _ in range(decisions - len(self.policy_T))]
         return ScoredTokens([*self.policy_T, *rows], [*self.reference_T, *rows])
 
@@ -76,12 +76,12 @@ def kl_estimates(scored: ScoredTokens, kind: KlKind, *, rollout_id: str = "") ->
 def kl_rewards(estimates: Sequence[Sequence[float]], coef: float) -> list[float]:
     """Compute the KL term of r_t, [T]: -coef * sum of k(d) over the sampled tokens of decision t.
 
-    With d = log policy - log reference at a sampled token, and gamma 1, the estimators act in the reward so:
+    With d = log policy - log reference at a sampled token, and gamma 1, the estimators have these gradients:
 
         k1 = d             its expected gradient is exactly that of KL(policy || reference); the usual choice
         k2 = d^2 / 2       near the reference, its expected gradient is of second order, almost zero
         k3 = e^-d - 1 + d  an unbiased estimate, but its expected gradient is that of KL(policy || reference)
-                           minus that of KL(reference || policy), which cancel near the reference
+                           minus that of KL(reference || policy); both cancel near the reference
 
     Therefore k2 and k3 hardly restrain the policy if they are in the reward. In the *loss*, minimising either
     minimises a KL (core.kl).

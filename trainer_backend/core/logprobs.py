@@ -13,7 +13,7 @@ MOST_TOKENS = 1024
 
 
 class Reading(NamedTuple):
-    """A pair of functions: log-probs of C tokens from their logits, and the gradient of the logits.
+    """A pair of functions that compute log-probs of C tokens from logits, and the gradient of the logits.
 
     z stands for logits / temperature, V for the size of the vocabulary.
     """
@@ -27,7 +27,7 @@ class Reading(NamedTuple):
 
 
 class LogitMap(NamedTuple):
-    """Scales and soft-caps the outputs of a model's LM head (`products`), which gives the logits.
+    """Computes logits: multiplies the outputs of an LM head (`products`) by a scale and soft-caps them.
 
     logits = cap * tanh(scale * products / cap),   without a cap: scale * products
     """
@@ -225,7 +225,7 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b in place to `total`, whose dtype is that of a `wide_product`.
+    """Add a @ b in place to `total`, which must have the dtype of `wide_product(a, b)`.
 
     On a GPU with torch below 2.10, low-precision factors need a temporary tensor of the size of `total`.
     """
@@ -239,12 +239,12 @@ def add_wide_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def multiplies_wide() -> bool:
-    """Return whether torch.mm can multiply low-precision factors to a float32 result (torch 2.8)."""
+    """Return whether torch.mm can multiply low-precision factors to a float32 result (from torch 2.8 on)."""
     return hasattr(torch.ops.aten.mm, "dtype")
 
 
 def adds_wide() -> bool:
-    """Return whether torch.addmm can add low-precision products to a float32 tensor (torch 2.10)."""
+    """Return whether torch.addmm can add low-precision products to a float32 tensor (torch 2.10 on)."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 10)
 

@@ -60,8 +60,8 @@ def clip_metrics(
 def token_kl(logprobs: Tensor, proximal_logprobs: Tensor, weights: Tensor) -> Tensor:
     """Estimate KL(proximal || policy) at each token, [N], in nats, by k3; 0 where the weight is 0.
 
-    No estimate is negative, so a sum over some tokens never exceeds the sum over all. `logprobs` must be the
-    tokens' own, not those of `losses.level_ratios`, because opposite changes cancel in the mean of a unit.
+    No estimate is negative, so a sum over some tokens never exceeds the sum over all. Do not pass a
+    result of `losses.level_ratios` as `logprobs`, because opposite changes cancel in the mean over a unit.
     """
     return k3(-log_ratio(logprobs, proximal_logprobs, weights).detach()).clamp(min=0.0)
 

@@ -26,19 +26,16 @@ class RangeKeys(Table):
     """Job keys of the clip range of probability ratios, [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
-    """ratios are clipped below 1 - clip_low; with clip_low = 1 no ratio is clipped below"""
+    """ratios are clipped below 1 - clip_low; if clip_low is 1, low ratios are not clipped"""
     clip_high: float = Field(default=0.25, gt=0)
     """ratios are clipped above 1 + clip_high"""
 
 
 class ClipKeys(RangeKeys):
-    """Job keys of `clipped_policy_loss`.
-
-    With clip_dual, a token with a negative advantage has no gradient if its ratio is above clip_dual.
-    """
+    """Job keys of `clipped_policy_loss`."""
 
     clip_dual: float | None = Field(default=None, gt=1)
-    """upper clip of ratios with a negative advantage"""
+    """a token with a negative advantage has no gradient if its ratio is above this; absent: no limit"""
 
     @model_validator(mode="after")
     def _dual_is_beyond(self) -> Self:
@@ -69,14 +66,14 @@ class LossPlug:
 
     compute: PolicyLoss
     keys: type[Table] = Table
-    """Class of the job keys that it reads: from `[training]`, or from `[training.NAME]` if [training] does
-    not define them."""
+    """Class of the job keys that the loss reads. Keys that `[training]` does not define are read from
+    `[training.NAME]`."""
     values: Mapping[str, float | bool | str] = field(default_factory=dict)
     """Defaults from its paper: dotted job key -> value. Values that the job sets take precedence."""
 
     @property
     def clips(self) -> bool:
-        """Return whether the loss keeps probability ratios near 1; a loss does if and only if it has keys."""
+        """Whether the loss keeps probability ratios near 1. Losses that read job keys do; others do not."""
         return bool(self.keys.model_fields)
 
 
@@ -144,9 +141,9 @@ def sapo_loss(
         gate(r)  = 4 / tau * sigmoid(tau * (r - 1)),     tau = tau_pos where A > 0, else tau_neg
         gradient = -w * 4 p (1 - p) * ratio * A of each logprob,     p = sigmoid(tau * (ratio - 1))
 
-    At ratio 1 the gradient is the policy gradient for every tau. With a higher tau it fades faster. In the
-    paper tau_neg is higher than tau_pos, because lowering the probability of one token raises those of all
-    other tokens. Arguments and result as in `clipped_policy_loss`.
+    At ratio 1 the gradient is the policy gradient for every tau. A higher tau makes the gradient fade faster.
+    In the paper tau_neg is higher than tau_pos, because lowering the probability of one token raises those of
+    all other tokens. Arguments and result as in `clipped_policy_loss`.
 
     Source: Gao et al., SAPO, arXiv:2511.20347, eq. 5 to 8. The paper weights sequences equally; its sequence
     is a decision here. TRL (`loss_type = "sapo"`) has the same term and the same two temperatures.

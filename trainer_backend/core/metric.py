@@ -59,15 +59,15 @@ class Metric:
     """A metric, or a family of metrics, in metrics.jsonl."""
 
     name: str
-    """Key in metrics.jsonl. In `stop/*` the `*` matches any text; `app/lost/*` also matches a single key
-    `app/lost` whose value is a table of numbers."""
+    """Key in metrics.jsonl. A `*` matches any text. A name that ends in `/*`, such as `app/lost/*`, also
+    matches the key `app/lost`, whose value is a table of numbers."""
     means: str
     """What the metric measures, with its unit; no semicolon, because a `Row` joins metrics by semicolons."""
     panel: Panel | str = ""
     """The chart that shows the metric: the key of a panel in `pages/panels.py`, or a new panel, which is put
     last in its section. If empty, the metric gets a chart without a title."""
     label: str | Mapping[Kind, str] = ""
-    """Its name in the legend. If lines of other kinds than iterations also contain it: kind -> name."""
+    """Name in the legend of charts of iterations. For lines of several kinds: kind -> name in the legend."""
     band: tuple[str, str] | None = None
     """As in `Line`."""
     needs: str | None = None
@@ -79,7 +79,7 @@ class Metric:
             yield Line(self.name, label, kind, self.band, self.needs)
 
     def matches(self, name: str) -> bool:
-        """Return whether `name` is a key of this metric, of a bound of its band, or of its table."""
+        """Return whether the value of the key `name` is this metric, a bound of its band or its table."""
         patterns = (self.name, f"{self.name}_low", f"{self.name}_high", self.name.removesuffix("/*"))
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 

@@ -54,7 +54,7 @@ class Tokens:
     behaviour_weights: Tensor
     """Truncated ratio of proximal to behaviour probability, computed before the first step."""
     units: Tensor
-    """int64 number of each token's unit: its token, decision or episode, by the objective's `unit_level`."""
+    """int64 number of the unit that the token belongs to; `Objective.unit_level` says what a unit is."""
 
     def at(self, chosen: Tensor | slice) -> Tokens:
         """Return a `Tokens` of only the chosen tokens."""
@@ -79,14 +79,14 @@ class Objective:
 
     @property
     def clips(self) -> bool:
-        """Return whether the loss clips its ratio; `reinforce` does not."""
+        """Whether the loss clips its ratio; `reinforce` does not."""
         return self.kind != "reinforce"
 
     @property
     def unit_level(self) -> RatioLevel:
-        """Return the level (token, decision or episode) at which tokens share one ratio or weight.
+        """The level (token, decision or episode) of a unit, whose tokens share one ratio or weight.
 
-        All tokens of such a unit must be scored before any of them can train.
+        All tokens of a unit must be scored before any of them can train.
         """
         return self.ratio_level if self.clips else self.weighting.behaviour_weight_level
 
@@ -110,7 +110,7 @@ class Objective:
         return unit_means(units, ratios, tokens.weights)
 
     def level_logprobs(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """Return [N] log-probs whose ratio to `denominators` is the ratio of the token's unit.
+        """Return [N] log-probs. Minus `denominators`, they are the log of the ratio of each token's unit.
 
         For `reinforce`, whose loss computes no ratio, the result is `tokens.logprobs`.
         """
@@ -119,7 +119,7 @@ class Objective:
         return level_ratios(unit_logs, tokens.logprobs, self.denominators(tokens))
 
     def surrogate(self, tokens: Tokens, unit_logs: Tensor | None) -> Tensor:
-        """Compute the loss of these tokens, in reward units; the losses of micro-batches add up."""
+        """Compute the loss of these tokens, in reward units; micro-batch losses sum to the step's loss."""
         logprobs, denominators = self.level_logprobs(tokens, unit_logs), self.denominators(tokens)
         weights, loss = tokens.weights, self.loss
         if self.kind == "decoupled":

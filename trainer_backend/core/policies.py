@@ -25,7 +25,7 @@ def name_player(model: str | None, policy_name: str) -> str:
 
 
 def policy_in(job_name: str, model: str | None) -> str:
-    """Return the policy that `model` names, if it is one of this job; otherwise return the actor.
+    """Return the policy that `model` names if it begins with the job's name; otherwise return the actor.
 
     For example, `Qwen/Qwen3-0.6B` does not name a policy of a job `crafter`, so the result is the actor.
     """

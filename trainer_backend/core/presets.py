@@ -1,4 +1,4 @@
-"""The shapes of the small models that `model.preset` names. Checks of a job read them without torch."""
+"""The shapes of the small models that `model.preset` names, in a file that does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ class LongPrompt(NamedTuple):
 
 
 class FindLong(Protocol):
-    """Returns the prompts that have more than `most` tokens. Each conversation is rendered without tools."""
+    """Returns the conversations that, rendered as prompts without tools, have more than `most` tokens."""
 
     def __call__(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], most: int

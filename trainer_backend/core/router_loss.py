@@ -27,9 +27,9 @@ class RouterKeys(Table):
     """Keys of a job for the router of a mixture of experts."""
 
     router_aux_coef: float | None = Field(default=None, ge=0)
-    """for a model with experts: weight, in updates of the policy, of the loss that spreads tokens evenly over
-    the experts; in a step of several micro-batches, this loss costs one more forward pass; absent:
-    router_aux_loss_coef of the model's config; 0: the loss is not used"""
+    """for a model with experts: weight of the load-balancing loss in updates of the policy; this loss spreads
+    tokens evenly over the experts, and costs one more forward pass in a step of several micro-batches;
+    absent: router_aux_loss_coef of the model's config; 0: the loss is not used"""
 
 
 def balance_loss(probability_E: Tensor, sent_E: Tensor, routed: float) -> Tensor:

@@ -17,19 +17,18 @@ class FallKeys(Table):
     """Keys of a job for a schedule whose learning rate falls."""
 
     learning_rate_final: float = Field(default=0.1, ge=0, le=1)
-    """share of learning_rate to which the rate falls; the rate would reach it one step after the last step"""
+    """share of learning_rate that the falling rate would reach one step after the last step"""
 
 
 class DesiredKlKeys(Table):
     """Keys of a job for a schedule that adapts the learning rate to the KL of each iteration's update."""
 
     desired_kl: float = Field(default=0.01, gt=0)
-    """how far an iteration should move the policy: mean KL in nats of decisions that are not certain; if an
-    iteration's KL is more than twice this value, the rate is divided by 1.5; if less than half of it, the
-    rate is multiplied by 1.5"""
+    """how far an iteration should move the policy: mean KL in nats of decisions with a token whose
+    probability was at most skip_certain_above (absent: 0.99); if an iteration's KL is more than twice this
+    value, the rate is divided by 1.5; if it is less than half of it, the rate is multiplied by 1.5"""
     desired_kl_final: float = Field(default=1.0, ge=0, le=1)
-    """share of desired_kl to which the desired KL falls linearly; it would be reached one iteration after the
-    last iteration"""
+    """share of desired_kl that the linearly falling desired KL would reach one iteration after the last"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class FallPlug:
 
 
 def linear(behind: float) -> float:
-    """Return `behind`, the share of the fall's duration that has passed: the rate falls evenly."""
+    """Return `behind`, the share of the fall's duration that has passed, so that the rate falls evenly."""
     return behind
 
 
@@ -56,7 +55,7 @@ def cosine(behind: float) -> float:
 
 
 def constant(behind: float) -> float:
-    """Return 0: the rate stays at its peak, so `learning_rate` ignores `final`."""
+    """Return 0, so that the rate stays at its peak and `learning_rate` ignores `final`."""
     return 0.0
 
 
@@ -99,15 +98,15 @@ def learning_rate(peak: float, *, progress: float, rise: float, final: float, fa
 
 
 def followed_rate(rate: float, kl: float, *, desired: float, begin: float) -> float:
-    """Return the learning rate for the iteration after one that moved the policy by a KL of `kl`.
+    """Return the learning rate of the next iteration, if this iteration moved the policy by a KL of `kl`.
 
         kl > 2 * desired:        rate / 1.5, at least begin / 100
         0 < kl < desired / 2:    rate * 1.5, at most begin * 10
         otherwise:               rate
 
     `kl` and `desired` are in nats; `begin` is the rate of the first iteration. The KL grows with the square
-    of the rate. The rates whose KL leaves the rate unchanged thus span a factor of 2, and a change by 1.5
-    cannot jump over them.
+    of the rate. The range of rates that stay unchanged therefore spans a factor of 2, and a change by a
+    factor of 1.5 cannot jump over this range.
 
     Source: RSL-RL, github.com/leggedrobotics/rsl_rl, algorithms/ppo.py (schedule "adaptive", bounds of 1e-5
     and 1e-2 around the usual rate of 1e-3); the idea: Schulman et al., PPO, arXiv:1707.06347, section 4.

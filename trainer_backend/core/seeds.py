@@ -43,7 +43,7 @@ def cycled_worlds(job_seed: int, purpose: str, seeds: Sequence[World], numbers: 
 def other_worlds(
     job_seed: int, seeds: Sequence[World], *, iteration: int, played: Collection[World]
 ) -> list[World]:
-    """Return a fixed set of worlds in a random order for refilling a batch, with `played` worlds last."""
+    """Return the worlds `seeds`, for refilling a batch, in a random order but with those in `played` last."""
     order = _shuffled(seeds, job_seed, "refill", iteration)
     return sorted(order, key=lambda world: world in played)
 

@@ -124,7 +124,7 @@ def joined_spans(segments: Sequence[Segment]) -> NDArray[Any]:
 def experts_by_token(segments: Sequence[Segment]) -> list[NDArray[np.uint16]] | None:
     """Return the [L, W] experts of each segment, or None if no segment has experts.
 
-    For a segment without experts, all of them are UNKNOWN. Raises BatchError if segments have different
+    All experts of a segment without experts are UNKNOWN. Raises BatchError if segments have different
     numbers of experts per token.
     """
     width = max((len(segment.experts) // len(segment) for segment in segments), default=0)

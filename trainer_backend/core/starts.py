@@ -1,8 +1,8 @@
-"""Chooses which snapshots of a run's training games to keep, and at which of them groups start. Pure.
+"""Chooses which snapshots of a run's training games to keep, and at which snapshots groups start. Pure.
 
-A snapshot's *cell* is that achievement of the snapshot which the fewest kept snapshots have. A snapshot in a
-rare cell is at the frontier of what the policy reaches. A cell is not the whole set of achievements: where
-games unlock achievements in any order, nearly every snapshot has a set of its own, so all would look rare.
+The *cell* of a snapshot is its rarest achievement: the one that the fewest kept snapshots have. A snapshot in
+a rare cell is at the frontier of what the policy reaches. The whole set of achievements would not be a useful
+cell: if games unlock achievements in any order, nearly every snapshot has its own set, so all are rare.
 """
 
 import math
@@ -27,15 +27,15 @@ class CurriculumKeys(Table):
     """Keys of a job for starts from snapshots of the run's own training games."""
 
     share: float = Field(default=0.25, gt=0, lt=1)
-    """share of an iteration's groups that start at a snapshot; their number is rounded down; no group does
-    while no snapshot is kept"""
+    """share of an iteration's groups that start at a snapshot; the number of these groups is rounded down,
+    and is 0 while no snapshot is kept"""
     rule: str = "frontier"
     """at which snapshots groups start; frontier: snapshots whose rarest achievement few kept snapshots have;
     uncertain: snapshots from which 20 to 80 % of the starts gained something; late: snapshots of all turns,
     each turn equally often"""
     pool: int = Field(default=256, ge=1, le=100_000)
-    """most snapshots to keep; while there are more, one of the snapshots with the most common rarest
-    achievement is dropped: the oldest at the most common turn among these snapshots"""
+    """most snapshots to keep; if there are more, the oldest snapshot of the most frequent turn is dropped,
+    among the snapshots whose rarest achievement is the most common"""
     pool_mib: float = Field(default=64.0, gt=0)
     """most MiB that all kept snapshots together may occupy"""
 
@@ -91,7 +91,7 @@ class Pool:
 
 
 def find_cells(moments: "Sequence[Moment] | Sequence[Candidate]") -> list[Cell]:
-    """Return each moment's rarest achievement: the one that the fewest moments have; ties go by name."""
+    """Return each moment's rarest achievement: the one that the fewest moments have. Names break ties."""
     counts = Counter(name for item in moments for name in item.achieved)
     return [min(item.achieved, key=lambda name: (counts[name], name), default=None) for item in moments]
 
@@ -99,8 +99,8 @@ def find_cells(moments: "Sequence[Moment] | Sequence[Candidate]") -> list[Cell]:
 def _drop_common(moments: Sequence[Moment], most: int, most_bytes: float) -> list[Moment]:
     """Drop moments until the remaining moments fit within both limits, and return those in order.
 
-    Each drop takes the most common cell, the most common turn within this cell, and the oldest moment of this
-    turn. Without the choice of a turn, soon only early turns would remain, because all games reach these.
+    Each time, the oldest moment of the most common turn within the most common cell is dropped. Without the
+    choice of a turn, only early turns would soon remain, because all games reach early turns.
     """
     by_cell: defaultdict[Cell, dict[int, deque[int]]] = defaultdict(dict)
     cells = find_cells(moments)
@@ -131,9 +131,8 @@ def frontier(pool: Pool) -> list[float]:
     """Weigh each cell by 1/sqrt(number of its snapshots), and divide this weight among the cell's snapshots.
 
     Each turn within a cell gets the same part of the cell's weight, and each snapshot of a turn gets the same
-    part of the turn's weight. With equal weights per snapshot, most starts would be at the early turns of a
-    cell, because most of its snapshots are from these turns. But games that start at late
-    turns are more likely to reach the next reward.
+    part of the turn's weight. With equal weights per snapshot, most starts would be at early turns, because
+    most snapshots are from early turns. But games that start late are more likely to reach the next reward.
 
     Source: Ecoffet et al., First return, then explore (Go-Explore), arXiv:2004.12919, where the weight of a
     cell is 1/sqrt(C_seen + 1). Here the number of the cell's kept snapshots replaces C_seen + 1.
@@ -188,7 +187,7 @@ class Starts:
         return draws.choices(self.pool.moments, weights, k=count)
 
     def draws_seed(self, iteration: int, group: int) -> int | None:
-        """Return the seed of a group's random draws, or None if the snapshot's random generator continues."""
+        """Return the seed of a group's random draws; None: the snapshot's own random generator is used."""
         return derived_seed(self.job_seed, "start draws", iteration, group) if self.reseedable else None
 
 
@@ -199,7 +198,7 @@ class Candidate:
     plan: str
     own_turn: int
     turn: int
-    """Decisions of the whole game before the moment, also those before the rollout began at a snapshot."""
+    """Number of decisions of the whole game before the moment, including those before the rollout began."""
     achieved: Achieved
 
 
@@ -231,7 +230,7 @@ def kept(found: Iterable[Candidate], seed: int, most: int = MOST_NEW) -> list[Ca
 
 
 def _take_turns(found: Sequence[Candidate], group: Callable[[Candidate], Hashable]) -> list[Candidate]:
-    """Sort stably: first the first candidate of each group, next the second of each group, and so on."""
+    """Sort stably: the first candidates of all groups, then the second of all groups, and so on."""
     counts = Counter[Hashable]()
     numbers = []
     for one in found:

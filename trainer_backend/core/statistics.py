@@ -328,7 +328,7 @@ def user_reward_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def progress(trajectories: Sequence[Trajectory], worlds: Sequence[str]) -> Interval:
-    """Return the share of all achievements that an episode unlocked, in percent: the mean with its interval.
+    """Return the mean share of all achievements that an episode unlocked, in percent, with its interval.
 
     Mean and interval are computed by `over_worlds`. The trajectories must have achievement counters.
 

@@ -125,9 +125,9 @@ def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -
     number of rows is at most 11/9 of the smallest possible number, plus a constant. Sequences of equal length
     are placed in the order given, so the result is deterministic.
 
-    `sampled` are the sequences' numbers of sampled tokens. A row contains at most `row_tokens` sampled tokens
-    too. A sequence that stands for several segments can have more sampled tokens than tokens, because it
-    counts a shared token once for each segment that sampled it.
+    `sampled` contains the number of sampled tokens of each sequence; a row has at most `row_tokens` sampled
+    tokens. A sequence that stands for several segments can have more sampled tokens than tokens, because a
+    shared token counts once for each segment that sampled it.
 
     Source: Johnson et al., Worst-case performance bounds for simple one-dimensional packing algorithms, 1974.
     """
@@ -156,7 +156,7 @@ def pack(lengths: Sequence[int], row_tokens: int, sampled: Sequence[int] = ()) -
 
 
 def _drop_short_branches(alike: Sequence[int], least: int) -> list[int]:
-    """Return the lengths `alike` of the shared prefixes of sorted sequences, shortened to save branches.
+    """Return the lengths of the shared prefixes of sorted sequences, without the trie's short branches.
 
     `alike` is the length of the prefix that each sequence has in common with the sequence before it. Each
     branch of a trie costs an attention call. A branch that is less than `least` ids deeper than its parent

@@ -33,7 +33,7 @@ class Departures:
     sampled: int
     """N: number of choices that were sampled in the state before the decision."""
     count: float
-    """x: number of sampled choices that change the return, estimated from the pairs."""
+    """x: estimate, from the pairs, of the number of sampled choices that change the return."""
     pairs: int
     """n: number of pairs whose difference d_k of returns (`TrueAdvantage`) is not 0."""
     square: float
@@ -80,7 +80,7 @@ class TrueAdvantage:
 
     @property
     def known_departures(self) -> Departures:
-        """Return `departures`, or an estimate of it from the pairs if it is None."""
+        """`departures`, or an estimate of it from the pairs if it is None."""
         if self.departures is not None:
             return self.departures
         sampled = CHOICES * (self.pairs + self.failed)
@@ -91,9 +91,9 @@ class TrueAdvantage:
 
     @property
     def is_known(self) -> bool:
-        """Return whether the advantage's 95 % interval by Student's t excludes 0.
+        """Whether the 95 % interval of the advantage excludes 0; it needs two pairs that changed the return.
 
-        The interval has `others` - 1 degrees of freedom: pairs with the stored choice show no variance.
+        Student's t has `others` - 1 degrees of freedom: pairs with the stored choice show no variance.
         """
         size = largest([self.reward, self.action_value or 0.0])
         is_too_few = self.others < 2 or self.known_departures.pairs < 2
@@ -116,8 +116,8 @@ def choice_strata(choices_N: Sequence[Hashable], pairs: int, seed: int) -> list[
 
     Each choice gets a number of pairs in proportion to how often it was sampled, rounded down. A choice with
     two or more pairs is frequent and forms a stratum of its own. All other samples form the last stratum; the
-    remaining pairs begin with samples drawn from it by `seed`. If it has too few samples, the frequent
-    choices that rounding reduced most get one more pair each.
+    remaining pairs begin with random samples from this stratum (`seed`). If too few samples are left, one
+    more pair each is given to the frequent choices that lost the most by rounding down.
     """
     total = len(choices_N)
     pairs = min(pairs, total)
@@ -179,7 +179,7 @@ def departures(strata: Sequence[tuple[float, Sequence[float]]], sampled: int) ->
 
 
 def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
-    """Replace the standard errors of near-certain decisions by estimates from all decisions.
+    """Replace the errors of decisions with too few changed returns by estimates from all decisions.
 
     If fewer than two pairs of a decision changed the return, the decision's own pairs do not show how much
     such changes vary. If none of the N sampled choices changed the return, the decision's own error is 0,
@@ -189,13 +189,13 @@ def pooled_errors(truths: Sequence[TrueAdvantage]) -> list[TrueAdvantage]:
         error^2 = M * E[(q - w)^2] + S * w^2 / n,   and (M + S) * E[q^2] where n is 0
 
     A is the advantage, d are the differences that are not 0, and q is the probability of a choice that
-    changes the return. x, N and n are fields of `Departures`. All decisions together determine m and c
-    (`_prior_chance`), the mean square M of a choice's effect on the return, and the variance S of single
-    differences around that effect (`_other_choices`). The formula thus assumes that choices which change the
-    return have effects of the same size in near-certain decisions as in other decisions.
+    changes the return. Its Beta distribution is updated by the observation of x such choices among N. x, N
+    and n are fields of `Departures`. All decisions together determine m and c (`_prior_chance`), the mean
+    square M of a choice's effect on the return, and the variance S of single differences around that effect
+    (`_other_choices`). The formula assumes that these effects have the same size in all decisions.
 
-    If two or more pairs of a decision differ, all by the same amount, M is the square of this amount and S
-    is 0. If no pair of any decision changed the return, the errors stay 0.
+    If two or more pairs of a decision changed the return, all by the same amount, M is the square of this
+    amount and S is 0. If no pair of any decision changed the return, the errors stay 0.
 
     Source: empirical Bayes for a proportion, Kleinman, Journal of the American Statistical Association 68
     (1973); variances pooled over many small samples, Smyth, Statistical Applications in Genetics and
@@ -297,7 +297,7 @@ class Noise:
 
     @property
     def ratio(self) -> float | None:
-        """Return the standard error divided by the spread; None if the spread is 0."""
+        """The standard error divided by the spread; None if the spread is 0."""
         return self.error / self.spread if self.spread > 0.0 else None
 
     def pairs_for(self, ratio: float, pairs: int) -> int | None:
@@ -329,7 +329,7 @@ def measure_noise(truths: Sequence[TrueAdvantage]) -> Noise:
 
 
 def unbiased_correlation(std: float, noise: Noise) -> float | None:
-    """Compute the correlation with the measured truth that an unbiased estimator of this std would have.
+    """Compute the correlation with the measured truth that an unbiased estimator with this std would have.
 
         A = T + e,  E[e | T] = 0:   corr(A, T + m) = std(T) / std(A) * sqrt(Var(T) / (Var(T) + Var(m)))
 
@@ -348,7 +348,7 @@ def unbiased_correlation(std: float, noise: Noise) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """The mean of an estimator's scaled advantages minus the truth, over one kind of decisions."""
+    """How far an estimator's scaled advantages lie above the truth, on average over decisions of one kind."""
 
     name: str
     decisions: int
@@ -367,8 +367,8 @@ class TruthScore:
 
     decisions: int
     correlation: float | None
-    """Pearson's correlation of A and T; None if either is constant. `low` and `high` bound its 95 % interval.
-    Groups are its independent units, because siblings share a world and usually a baseline."""
+    """Pearson's correlation of A and T; None if either is constant. `low` and `high` bound its 95 % interval,
+    which treats groups as independent units, because siblings share a world and usually a baseline."""
     low: float | None
     high: float | None
     noiseless: float | None
@@ -452,7 +452,7 @@ def _interval(
 ) -> tuple[float | None, float | None]:
     """Compute the 95 % interval of the correlation r by leaving out each of G groups.
 
-    Return (None, None) for a single group, for |r| = 1, and if r is undefined or 1 without one of the groups.
+    Return (None, None) for a single group, and if r, or r without one of the groups, is undefined or +-1.
 
         tanh(atanh r +- t_{G-1} s),   s^2 = (G - 1) / G * sum_g (z_g - mean z)^2
 

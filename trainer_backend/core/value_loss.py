@@ -62,9 +62,9 @@ def value_loss(values: Tensor, columns: CriticColumns, *, clip: float | None) ->
     `values` [N] are the values V that the critic in training predicts; they are ignored where the weight w is
     0. R are the returns. The losses of micro-batches sum to the loss of the step.
 
-    With clip = c, the squared error is the larger one of the errors of V and of
-    V_old + clamp(V - V_old, -c, c), where V_old is the value before the update. A value that moved towards R
-    by more than c thus has no gradient.
+    With clip = c, the squared errors of V and of V_old + clamp(V - V_old, -c, c) are compared, and the larger
+    one counts. V_old is the value before the update. A value that moved towards R by more than c thus has no
+    gradient.
 
     Source of the clip: Dhariwal et al., OpenAI Baselines, ppo2 (2017). The paper of PPO does not have it.
     """

@@ -59,8 +59,8 @@ class Credited:
     """The credit of each rollout, in the order of the rollouts passed to `credit`."""
     metrics: dict[str, float]
     flat: list[str]
-    """Ids of the groups of whole episodes whose advantages are all 0 (`spread.flat_groups`). For this test,
-    advantages are computed without the cost of KL, which differs a little between any two episodes."""
+    """Ids of the groups of whole episodes whose advantages are all 0 (`spread.flat_groups`). This test leaves
+    out the cost of KL, because the cost differs a little between any two episodes."""
     fork_credits: Mapping[str, Credit] = field(default_factory=dict)
     """Credit of the continuations that are trained (`train_branches`), by rollout id."""
 
@@ -68,7 +68,8 @@ class Credited:
 def _find_flat_groups(estimate: "_Estimate") -> list[str]:
     """Return the ids of the rollout groups whose advantages are all 0.
 
-    A group counts as a whole, even if the estimator compared only parts of it (`baseline = "per_policy"`).
+    With `baseline = "per_policy"`, the estimator compares episodes within parts of a group. Even then, an id
+    is returned only if the advantages are 0 in all parts.
     """
     advantages = [item.flat if isinstance(item, ByToken) else item for item in estimate.trained]
     played = zip(estimate.episodes, estimate.rollouts, strict=True)
@@ -95,7 +96,7 @@ class _Estimate:
         return [self._credit(index, algorithm) for index in range(len(self.episodes))]
 
     def actor_metrics(self, gamma: float) -> dict[str, float]:
-        """Return decision metrics of the actor's rollouts, and the estimator's metrics of all rollouts."""
+        """Return the decision metrics of the actor's rollouts, and the estimator's metrics of all rollouts."""
         own = [index for index, policy in enumerate(self.policies) if policy == ACTOR]
         metrics = self.advantages.diagnostics
         if not own:
@@ -106,7 +107,7 @@ class _Estimate:
         return decision_metrics([self.trajectories[index] for index in own], paid) | metrics
 
     def _credit(self, index: int, algorithm: AlgorithmTable) -> Credit:
-        """Return the credit to store for one episode; with a critic, its returns are the critic's targets."""
+        """Return the credit to store for an episode. With a critic, the stored returns are its targets."""
         episode, advantages, targets = self.episodes[index], self.advantages, self.targets[index]
         discounted_T = discounted_returns(episode.rewards_T, algorithm.gamma)
         return Credit(
@@ -219,7 +220,7 @@ class CreditAssignment:
         return forks.credits(self.algorithm)
 
     def td_errors(self, rollout: Rollout, measured: Measured) -> list[float]:
-        """Compute the [T] TD errors r_t + gamma V(s_{t+1}) - V(s_t) of a rollout with measured values."""
+        """Compute the [T] TD errors r_t + gamma V(s_{t+1}) - V(s_t) of a rollout; V is from `measured`."""
         episode = rollout.trajectory
         assert episode is not None, "only finished rollouts have values"
         rewards_T = self._earned(rollout, measured).rewards_T
@@ -254,7 +255,7 @@ class CreditAssignment:
         return rejected
 
     def segments(self, rollouts: Sequence[Rollout]) -> dict[str, list[Segment]]:
-        """Build the segments of finished rollouts, by rollout id. Raises SegmentError as `segments_by`."""
+        """Build the segments of finished rollouts, by rollout id; see `Policies.segments_by`."""
         return {
             item.rollout_id: self.policies.segments_by(item)
             for item in rollouts
@@ -262,12 +263,12 @@ class CreditAssignment:
         }
 
     def final_views(self, rollouts: Sequence[Rollout]) -> dict[str, Segment]:
-        """Build the final prompts of episodes that a limit cut short, by rollout id; see `final_view_by`."""
+        """Build the final prompts of episodes that a limit cut short, by rollout id; see `Policies.final_view_by`."""
         views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
         return {name: view for name, view in views.items() if view is not None}
 
     def _earned(self, rollout: Rollout, measured: Measured) -> Earned:
-        """Compute the rewards of a rollout. Decisions before a start at a snapshot shorten its horizon."""
+        """Compute the rewards of a rollout. If it starts at a snapshot, earlier decisions shorten its horizon."""
         done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
         return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
 
@@ -287,7 +288,7 @@ class CreditAssignment:
         ]
 
     def _estimates(self, rollouts: Sequence[Rollout], measured: Measured) -> tuple[_Estimate, _Estimate]:
-        """Return the estimate of whole episodes, and that of trained continuations.
+        """Return the estimate of whole episodes, and the estimate of trained continuations.
 
         The continuations from one decision (a fork) form a group of their own.
         """
@@ -301,9 +302,9 @@ class CreditAssignment:
     ) -> _Estimate:
         """Compute the advantages of continuations.
 
-        Each first decision is compared with the fork's other members by leave-one-out; later decisions get
-        the advantages of the job's estimator. If the fork rule reads no samples, the parent from the fork on
-        counts as one more member, which is trained only as part of the parent.
+        The first decision of each continuation is compared with the other members of the fork by
+        leave-one-out. Later decisions get the advantages of the job's estimator. If the fork rule reads no
+        samples, the part of the parent after the fork is also a member, but is not trained again.
         """
         is_blind = not fork_rule(self.algorithm.fork_rule).reads_samples
         rests = [
@@ -344,7 +345,7 @@ class CreditAssignment:
     def _estimate(
         self, rollouts: Sequence[Rollout], measured: Measured, rests: Sequence[EpisodeRewards] = ()
     ) -> _Estimate:
-        """Run the job's estimator over the rollouts. `rests` are further siblings to compare them with."""
+        """Run the job's estimator over the rollouts, and compare them also with the siblings in `rests`."""
         trajectories = finished_trajectories(rollouts, "credit")
         policies = [self.policies.policy_by(rollout) for rollout in rollouts]
         earned = [self._earned(rollout, measured) for rollout in rollouts]

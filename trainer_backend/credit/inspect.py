@@ -153,7 +153,7 @@ def _observations(episode: Trajectory, *, full: bool) -> list[str]:
 
 
 def _token_lines(rollout_id: str, episode: Trajectory, *, full: bool) -> dict[int, list[str]]:
-    """Return lines by turn, in source 3's terms, with the tool loop's states and the positions of tokens."""
+    """Return lines by turn: the tool loop's states and the positions of tokens, named as in source 3."""
     segments = build_segments(episode.steps, rollout_id=rollout_id)
     views = {view.turn: view for view in emission_views(segments)}
     found, snapshots, before = {}, 0, 0
@@ -183,7 +183,7 @@ def _snapshot(number: int, segment: Segment) -> str:
 
 
 def _view_lines(view: EmissionView, *, full: bool) -> list[str]:
-    """Describe a decision's tokens by its entries in source 3's two lists.
+    """Describe a decision's tokens as entries of the lists `emission_views` and `assistant_turn_boundaries`.
 
     Positions count from the start of the decision's segment. `full` adds the ids of the prompt.
     """

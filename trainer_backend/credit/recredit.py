@@ -70,7 +70,7 @@ class Recredited:
 
 
 def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
-    """Return the rollout files of the given iterations in order; with no iterations given, all files."""
+    """Return the rollout files of the iterations, in order. If `iterations` is empty, return all files."""
     files = run.iterations()
     missing = [str(number) for number in iterations if number not in files]
     if missing or not files:
@@ -82,7 +82,7 @@ def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
 
 
 def stored_iterations(run: RunDirectory, iterations: Sequence[int]) -> list[list[Rollout]]:
-    """Read the finished rollouts of each given iteration in order; with none given, of all iterations."""
+    """Read the finished rollouts of each iteration, in order. If `iterations` is empty, read all iterations."""
     read = [read_rollouts(path) for path in stored_files(run, iterations)]
     finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in read]
     if not any(finished):
@@ -224,7 +224,7 @@ _ALONE = {
 
 
 def _describe_matches(credited: Recredited) -> list[Text]:
-    """Return sentences on how often states and texts occur twice, and which estimators compare by them."""
+    """Return sentences that say how often states and texts occur twice, and which estimators need this."""
     lines = []
     for kind, share in credited.met.items():
         by = ", ".join(name for name in credited.credits if _compared_kind(name) == kind)
@@ -293,7 +293,7 @@ def write_recredit(
 
 
 def truth_page(scores: TruthScores) -> bytes:
-    """Return an HTML page with the noise of the truth, and scatter charts of estimators against the truth."""
+    """Return an HTML page with charts of estimators against true advantages, whose noise it also states."""
     above = noise_lines(scores.setting, scores.noise).plain.splitlines()
     return agreement_page(
         {TRUTH: scores.true, **scores.advantages},
@@ -421,8 +421,8 @@ def _read_truth(
 ) -> TruthFile:
     """Read a file of `turnwise truth`.
 
-    Raises RunDirectoryError as `TruthFile.read`, or if the truth was measured for another iteration, with
-    other rewards or with another gamma.
+    Raises RunDirectoryError if `TruthFile.read` refuses the file, or if the truth was measured for another
+    iteration, with other rewards or with another gamma.
     """
     file = TruthFile.read(path, run)
     setting = file.setting
@@ -455,10 +455,11 @@ def _refuse_other_policy(file: TruthFile, run: RunDirectory, checkpoint: Path) -
 def select_advantages(
     credited: Recredited, truths: Mapping[tuple[str, int], TrueAdvantage] | None
 ) -> dict[str, list[OfEpisode]]:
-    """Return the advantages of each estimator in the order of the rollouts, by token where there are such.
+    """Return the advantages by estimator, in the order of the rollouts.
 
-    `truths`, keyed by rollout id and turn, are added under the name TRUTH. In this case all advantages of
-    unmeasured decisions are 0, so that gradients are compared over the measured decisions.
+    They are advantages of tokens if the estimator computed these, and otherwise of decisions. `truths`, keyed
+    by rollout id and turn, are added under the name TRUTH. If `truths` is given, the advantages of decisions
+    without a true advantage are set to 0, so that gradients are compared over the measured decisions.
     """
     if truths is None:
         return {

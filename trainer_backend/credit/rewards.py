@@ -1,4 +1,4 @@
-"""Computes the rewards r_t of a finished rollout (stop 9 of docs/route.md), its policy and segments. Pure."""
+"""Computes rewards r_t of a rollout (stop 9 of docs/route.md), finds its policy, builds its segments. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -60,8 +60,8 @@ class Rewards:
 
         `scored` contains the log-probs, by rollout id, that `training.kl_reward_coef` needs.
         `decisions_done` is the number of decisions before the snapshot at which the rollout starts; it
-        shortens the horizon. Raises RewardError if a reward is undefined, if log-probs are missing, or as
-        `refuse_lost_reward`.
+        shortens the horizon. Raises RewardError if a reward is undefined, if log-probs are missing, or if
+        `refuse_lost_reward` finds a wrong sum.
         """
         episode, name, horizon = rollout.trajectory, rollout.rollout_id, None
         assert episode is not None, "only finished rollouts earned anything"
@@ -149,8 +149,8 @@ class Policies:
         """Build the segments of a rollout (stop 7 of docs/route.md); empty if the rollout is not finished.
 
         Samples of a fixed policy are scored at the actor's temperature, because the policy in training is
-        softmax(logits / rollout.temperature) (DESIGN.md 4.9). Raises SegmentError as `policy_by` and
-        `build_segments`.
+        softmax(logits / rollout.temperature) (DESIGN.md 4.9). Raises SegmentError if `policy_by` or
+        `build_segments` does.
         """
         if rollout.trajectory is None:
             return []
@@ -160,9 +160,9 @@ class Policies:
     def final_view_by(self, rollout: Rollout) -> Segment | None:
         """Build the prompt that would have followed the last decision; None if it is not stored.
 
-        It is stored for episodes that a limit cut short. One token follows the prompt, because a critic
-        reads a state's value where the next token is predicted; the token belongs to no decision and is
-        never trained. Raises SegmentError as `build_segments`.
+        The prompt is stored if a limit cut the episode short. The segment ends with one more token, because
+        a critic reads the value where the next token is predicted. This token belongs to no decision and is
+        never trained. Raises SegmentError if `build_segments` does.
         """
         episode = rollout.trajectory
         if episode is None or episode.final_view is None:

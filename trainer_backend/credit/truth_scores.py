@@ -34,14 +34,14 @@ class TruthScores:
         file: the true advantages of one or more decisions.
         advantages: advantages of all decisions, by estimator and rollout id.
         groups: group ids, by rollout id.
-        cosines: cosines of gradients by pairs of estimator and TRUTH; None without a checkpoint.
+        cosines: cosine of the gradients of two estimators, or of an estimator and TRUTH, by pair of names.
 
     Attributes:
         true: true advantages of the measured decisions.
         advantages: advantages of the same decisions, in the same order, by estimator.
         scores: the score of each estimator.
-        unbiased: the correlation that an unbiased estimator with the same std would reach, by estimator. None
-            for a biased estimator, because its std does not measure noise in reward units.
+        unbiased: for each estimator, the correlation that an unbiased estimator with the same std would reach.
+            None for a biased estimator, because its std does not measure noise in reward units.
         cosines: cosine between an estimator's gradient and the truth's, by estimator; may be empty.
     """
 

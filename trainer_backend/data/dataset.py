@@ -183,7 +183,7 @@ def _refuse_other_columns(row: Mapping[str, str], before: Mapping[str, str], whe
 def split_rows(split: Split, share: float, seed: int) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """Return the training rows and the held-out rows, of which there are about `share`.
 
-    A hash of its key assigns each row to a side, so the side does not change if rows are added to the file.
+    The hash of a row's key decides on which side the row is. So rows keep their side if the file grows.
     """
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row, key in zip(split.rows, split.keys, strict=True):

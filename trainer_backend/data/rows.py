@@ -11,7 +11,8 @@ Public layouts use different columns for the same part:
     id              id
 
 Columns separated by a comma must agree if both are present. A column after a semicolon counts only if all
-before it are absent. A null value counts as absent, because Parquet does not distinguish the two.
+before it are absent. A null value counts as absent, because Parquet files store an
+absent value as null.
 """
 
 import json
@@ -91,8 +92,8 @@ class ParsedRow(NamedTuple):
 def parse_row(columns: Mapping[str, Any], *, where: str, default_id: str | None = None) -> ParsedRow:
     """Parse a row from its columns.
 
-    `where` is the row's file and line, with which every error begins. A row without an id gets `default_id`,
-    or without `default_id` the digest of its content.
+    `where` is the row's file and line; every error begins with it. A row without an id gets `default_id` as
+    its id, or the digest of its content if `default_id` is None.
     """
     reader = _Columns({name: without_nulls(value) for name, value in columns.items()}, where)
     interaction = reader.pick("interaction", *_INTERACTION)

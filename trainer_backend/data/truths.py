@@ -28,9 +28,9 @@ _MOST_PLACES = 10
 def number_interactions(file: Path | None) -> frozenset[str | None]:
     """Return the names of the interactions in `file` that are known to need a number as ground truth.
 
-    These are the classes for GSM8K; the task app later reports others that need a number
-    (`collect/trial.py`). The result contains None if rows that name no interaction need a number too.
-    `file` is `multi_turn.interaction_config_path`.
+    Only interactions of the GSM8K classes are known; the task app reports others later (`collect/trial.py`).
+    The result contains None if a row that names no interaction needs a number too. `file` is
+    `multi_turn.interaction_config_path`.
     """
     if file is None:
         return frozenset({GSM8K})

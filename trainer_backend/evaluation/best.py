@@ -79,7 +79,7 @@ def find_best(evaluations: Sequence[Row], outcomes: Callable[[int], Outcomes], *
     Args:
         evaluations: the evaluations' rows of metrics, the oldest first.
         outcomes: returns the outcomes of the evaluation after a given iteration.
-        most: `training.max_lost_share`.
+        most: the largest share of missing worlds (`training.max_lost_share`).
     """
     best: Row | None = None
     notes: dict[int, str] = {}

@@ -62,7 +62,7 @@ def player_of_flags(
 ) -> TaskAppPolicy | Inference | None:
     """Return the player that the options of `turnwise eval` select.
 
-    Return None without such options: then the model of the command's argument plays.
+    Return None without such options. The model that the command's argument names plays in this case.
     """
     if model is None and inference_url is None and api_key_env is None:
         return TaskAppPolicy(policy) if policy else None
@@ -116,7 +116,8 @@ def what_to_evaluate(
 def _is_a_name(folder: Path, run: Path | None) -> bool:
     """Return whether `folder` is to be read as an environment's name.
 
-    It is if no such folder exists, or if an environment has this name and the folder is not a run.
+    This requires a path of one part. In addition, the folder must not exist, or an environment must have this
+    name and the folder must not be a run.
     """
     if len(folder.parts) != 1:
         return False
@@ -124,7 +125,7 @@ def _is_a_name(folder: Path, run: Path | None) -> bool:
 
 
 def _with_advice(loaded: LoadedJob, player: TaskAppPolicy | Inference) -> LoadedJob:
-    """Add warnings about the job's token limit and the sent key, if a remote model plays."""
+    """Add warnings if a remote model plays with a low token limit, or gets its key unencrypted."""
     if isinstance(player, TaskAppPolicy):
         return loaded
     advice = []
@@ -150,7 +151,7 @@ async def evaluate(
 ) -> EvaluationResult:
     """Play every held-out world of the job, on its task apps.
 
-    Sampling seeds are those of the evaluations during training, so a checkpoint plays as it did there.
+    Sampling seeds are those of the evaluations in training, so a checkpoint plays as in its evaluation then.
 
     Args:
         job: environment, limits, worlds ([evaluation]) and services.
@@ -159,7 +160,7 @@ async def evaluate(
         run: directory of the evaluated run. Rows get the ids that this run uses, and the result's setting
             describes how the data changed since the run began.
         keep: Parquet file to write all episodes to, also failed ones.
-        repeats: how often each world is played; the first time has the seeds of `repeats = 1`.
+        repeats: how often each world is played. A larger number keeps the seeds of the earlier repeats.
     """
     configure_logs_from()
     record = None
@@ -220,7 +221,7 @@ def _plan(
 ) -> list[RolloutRequest]:
     """Plan the episodes of an evaluation.
 
-    `planner_for(server)` returns a planner whose policy gets its answers from this model server.
+    `planner_for(server)` returns a planner for a policy that asks the model server `server`.
     """
     if isinstance(player, TaskAppPolicy):
         teacher, config = _teacher(warmup, player.policy_name)
@@ -241,7 +242,7 @@ async def _play(dispatcher: Dispatcher, tell: Tell | None, plan: Sequence[Rollou
 
 
 def _teacher(warmup: WarmupTable | None, policy_name: str) -> tuple[Inference | None, Mapping[str, Any]]:
-    """Return the model server and the config of the job's teacher; (None, {}) if it is another policy."""
+    """Return the teacher's model server and config; (None, {}) if `policy_name` is not the job's teacher."""
     if warmup is None or warmup.policy_name != policy_name:
         return None, {}
     config = warmup.policy_config

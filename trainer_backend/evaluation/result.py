@@ -47,7 +47,7 @@ class TurnSpan:
     playing: int
     """Number of episodes that reached decision `first`."""
     unique: Interval
-    """Sum of an episode's unique_delta in the span, averaged over worlds. `ach` is the same for ach_delta."""
+    """Sum of an episode's unique_delta in the span, averaged over worlds. `ach` is the sum of ach_delta."""
     ach: Interval
     rewarded: float
     """Share of the span's played decisions that unlocked a new achievement."""
@@ -108,7 +108,7 @@ class EvaluationResult:
     failures: Mapping[str, int]
     """Number of failures by code, including those of attempts that were repeated with success."""
     prompt_tokens: int | None
-    """Sum over all episodes; None if no server reports the number. `sampled_tokens` likewise."""
+    """Sum over all episodes; None if no server reports it. This is also true of `sampled_tokens`."""
     sampled_tokens: int | None
 
 

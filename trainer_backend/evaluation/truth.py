@@ -143,7 +143,7 @@ def find_horizon(training: TrainingTable, gamma: float) -> int | None:
 def _with_common_draws(planner: Planner) -> Planner:
     """Make the policy draw the same random numbers in both episodes of a pair.
 
-    Without this option, equal seeds give equal numbers only until the two prompts differ.
+    By default, equal seeds give equal numbers only until the two prompts differ.
     """
     rollout = planner.players.rollout
     if rollout.policy_name != "openai":
@@ -199,8 +199,8 @@ class Source:
 def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) -> Source:
     """Find the iteration to measure, and the checkpoint that continues its episodes.
 
-    Without `options.iteration`, this is the newest iteration whose tokens were all sampled by one stored
-    checkpoint, or the newest iteration of all if `options.checkpoint` names the checkpoint.
+    If `options.iteration` is None, choose the newest iteration whose tokens were all sampled by one stored
+    checkpoint. If `options.checkpoint` names the checkpoint, choose the newest iteration.
 
     Raises:
         RunDirectoryError: no rollouts are stored, or no stored checkpoint sampled all tokens.
@@ -263,10 +263,10 @@ def _versions(rollouts: Sequence[Rollout]) -> set[int]:
 
 
 def _sampler(rollouts: Sequence[Rollout], iteration: int, checkpoints: Mapping[int, Path]) -> Path | None:
-    """Return the newest checkpoint from before the iteration whose version sampled all tokens.
+    """Return the checkpoint that sampled all tokens of an iteration; None if it is not stored.
 
-    If no versions are stored with the tokens, return the checkpoint of the previous iteration. Return None if
-    there is no such checkpoint.
+    It is older than the iteration, and has the version that is stored with the tokens. If no versions are
+    stored, it is the checkpoint of the previous iteration.
     """
     versions = _versions(rollouts)
     if not versions:
@@ -323,7 +323,7 @@ async def _environment(apps: TaskApps, planner: Planner) -> InstanceInfo:
 
 
 def _chosen(rollouts: Sequence[Rollout], seed: int) -> Iterator[StoredDecision]:
-    """Yield all decisions, so that the first n, for any n, are spread evenly over rewards, turns and states.
+    """Yield all decisions in an order whose beginnings cover rewards, turns and states evenly.
 
     If the deadline ended an episode, its last decision is left out, because what would follow is unknown.
     """

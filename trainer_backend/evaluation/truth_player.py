@@ -64,7 +64,7 @@ class _Side(NamedTuple):
 
     step: StepData
     episode: Trajectory
-    """The episode that contains `step`: the stored one, or one played to sample a choice."""
+    """The episode that contains `step`: the stored episode, or an episode that was played to sample `step`."""
     moment: str | None
     """The snapshot after the decision; None if the episode ended there."""
 
@@ -92,13 +92,13 @@ class ContinuationPlayer:
     rewards: Rewards
     setting: TruthSetting
     lost_decisions: int = 0
-    """Number of decisions that were played for failed measurements. A lost continuation counts as one."""
+    """Number of decisions played for measurements that failed. A lost continuation counts as one decision."""
 
     async def truth(self, item: StoredDecision) -> TrueAdvantage | None:
         """Measure the true advantage of a decision; return None if too few pairs could be played.
 
         Raises:
-            TaskAppError: a replay of the episode differs from it, or the decision's prompt does.
+            TaskAppError: when replayed, the episode or the decision's prompt differs from the stored one.
         """
         moments = await self._moments(item)
         if moments is None:
@@ -152,7 +152,7 @@ class ContinuationPlayer:
     async def _played_on(
         self, item: StoredDecision, own: Mapping[int, _Side], other: Mapping[int, _Side]
     ) -> tuple[dict[int, Trajectory], dict[int, Trajectory]]:
-        """Continue both sides of each pair. Return the episodes from the decision on, by pair, for each side.
+        """Continue both sides of each pair. Return the continued episodes of both sides, by pair.
 
         Pairs whose continuation was lost are missing from the result.
         """
@@ -249,11 +249,11 @@ class ContinuationPlayer:
 def _without_lost(
     stratum: Stratum, others: Container[int], differences: Mapping[int, float]
 ) -> list[tuple[float, list[float]]]:
-    """Return a stratum as (share, differences of its pairs); as two parts if some of its pairs were lost.
+    """Return [(share, differences of pairs)] of a stratum; two such parts if some of its pairs were lost.
 
-    Only pairs in `others`, whose choice differs from the stored one, are played and can be lost. They become
-    a part of their own, which keeps their share of the stratum. Otherwise the weight of lost pairs would pass
-    to pairs with the stored choice, whose difference is 0.
+    Only pairs in `others`, whose choice differs from the stored one, are played and can be lost. If any is
+    lost, these pairs become a separate part with their share of the stratum. In one part, the weight of lost
+    pairs would pass to pairs with the stored choice, whose difference is 0.
     """
     share, members = stratum
     kept = [differences[n] for n in members if n in differences]
@@ -269,7 +269,7 @@ def _without_lost(
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:
-    """Return an episode of the decision `step` and the decisions `rest`; it ends like `ending`."""
+    """Return an episode that consists of the decision `step` and the decisions `rest`, and ends like `ending`."""
     steps = tuple(_at_turn(one, turn) for turn, one in enumerate((step, *rest), start=1))
     return ending.model_copy(update={"steps": steps})
 

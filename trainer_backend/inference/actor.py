@@ -38,8 +38,8 @@ class Extras:
     """Optional settings of a generation request."""
 
     likeliest: int = 0
-    """How many of the most likely tokens to report at every position. If memory runs out, the engine reports
-    none."""
+    """How many of the most likely tokens to report at every position. At a position where memory is too short
+    for them, the engine reports none."""
     stop: StopStrings | None = None
     """Stop strings: the engine ends the generation once the sampled text contains one of them. The object
     keeps the state of the search, so each request needs its own object."""
@@ -52,8 +52,8 @@ class Extras:
     """The id of the rollout that sends the request, or "". The prompts of a rollout share a long prefix, so
     an engine with several servers sends all of them to one server."""
     common_draws: bool = False
-    """Derive the random numbers from the seed alone, not from the seed and the prompt. Engines that do
-    not support seeds ignore this option."""
+    """Derive the random numbers from the seed alone, so that requests with different prompts draw the same
+    numbers. By default they depend on the prompt too. Engines without seeds ignore this option."""
 
 
 NO_EXTRAS = Extras()
@@ -80,12 +80,10 @@ class Generation:
     prompt_tokens_reused: int = 0
     """The number of prompt tokens whose keys and values were taken from the cache."""
     likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each position, the most likely tokens as pairs (id, log-prob). `Extras.likeliest` is their
-    number."""
+    """For each position, the `Extras.likeliest` most likely tokens, as pairs (id, log-prob)."""
     experts: ExpertColumns | None = None
-    """The experts that the routers chose, [L, W]: one row for each of the L tokens of prompt and continuation
-    except the last token, with the W choices of all layers. None unless the engine records experts
-    (`models.routers`)."""
+    """The experts that the routers chose, [L, W]: the W choices of all layers for each token of prompt and
+    continuation. The last token has no row. None unless the engine records experts (`models.routers`)."""
 
     def sampled(self) -> list[SampledToken]:
         tops = self.likeliest or ((),) * len(self.token_ids)

@@ -18,7 +18,7 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An earlier answer of the model, and the form in which the template gets it.
+    """An earlier answer of the model, and the content that the chat template gets for it.
 
     `index` is the position of the answer among the messages of the request.
     """
@@ -34,7 +34,7 @@ class Answer:
 
     @property
     def written(self) -> str:
-        """Return the whole text of the answer without the stop token; `opening` is included."""
+        """Return the text of the answer, including the beginning of a forced call, without the stop token."""
         return self.opening + self.raw_text
 
     def thought(self, renderer: ChatRenderer) -> str:
@@ -42,7 +42,7 @@ class Answer:
         return self.reasoning.strip(BLANK) or renderer.find_reasoning(self.written)
 
     def shown(self, message: JsonObject, renderer: ChatRenderer) -> JsonObject:
-        """Return the message that the template gets. Reasoning that the caller dropped is restored."""
+        """Return the message for the template. If the caller dropped the reasoning, it is restored."""
         if self.content is not None:
             return {"role": "assistant", "content": self.content}
         return renderer.with_reasoning(message, self.reasoning)
@@ -109,12 +109,12 @@ class View:
         return next((form for form in newest.forms() if (self.text(form) or "").startswith(text)), None)
 
     def continuation(self, newest: Answer, prompt: str) -> tuple[Answer, int] | None:
-        """Return a form of the newest answer with which the text continues `prompt`, and the answer's end.
+        """Return a form of the newest answer, and the index at which the answer ends in the rendered request.
 
-        The text is the request rendered with this form, and the end is an index into the text. The caller
-        replaces the template's version of the answer by the sampled text. The result is None if the template
-        writes the text before the answer differently from `prompt`, if it drops the answer's reasoning, or if
-        it writes the answer differently because messages follow it.
+        With this form, the rendered request begins with `prompt`, so that the caller can replace the text
+        between `prompt` and the index by the sampled text. Return None if no form achieves that, because the
+        template changes the text before the answer, drops the reasoning of the answer, or writes the answer
+        differently when messages follow it.
         """
         thought = newest.thought(self.renderer)
         form = replace(newest, content=None, has_guards=False)
@@ -136,11 +136,10 @@ class View:
         return None
 
     def exact(self, newest: Answer) -> Answer:
-        """Return the form that reproduces the sampled answer, even if messages before the answer were edited.
+        """Return the form with which the template reproduces the sampled text of the newest answer.
 
-        With this form, the prompt begins with the messages before the answer, as the template writes them
-        now, followed by the sampled answer. If no form achieves that, return the form with the parsed
-        message.
+        The messages before the answer may have been edited. If no form reproduces the sampled text, return
+        the form with the parsed message.
         """
         before = text_with(self.messages[: newest.index], self.earlier, self.tools, self.renderer)
         if before is None:
@@ -153,8 +152,8 @@ def _end_of_answer(upto: str, whole: str, stop: str, eos: str) -> int | None:
     """Return the index in `whole` at which the last answer of `upto` ends.
 
     `upto` is the conversation rendered up to this answer, and `whole` the conversation with later messages.
-    Return None if `whole` does not begin like `upto`. If a stop token was sampled, the answer ends after it.
-    The template may write white space after an end token, and the stop token may begin the next message.
+    Return None if `whole` begins differently. If a stop token was sampled, the answer ends after this token.
+    `upto` lacks the token if the template writes it as the beginning of the next message.
     """
     body = upto.rstrip()
     if not stop:

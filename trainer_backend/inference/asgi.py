@@ -21,7 +21,7 @@ _ROUTES = "Known: POST /v1/chat/completions, /v1/completions and /tokenize, GET 
 
 
 class Outgoing:
-    """An ASGI `Send` that remembers whether the reply has begun: an error can then not set its status."""
+    """An ASGI `Send` that remembers whether the reply has begun, because errors then cannot set a status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -74,7 +74,7 @@ class RunningBatch:
         matches = {request: self.prefixes.find(request.prefix) for request in requests}
 
         def order(request: Request) -> tuple[bool, bool, int]:
-            """Sort by the cached part (none, some, all), then by the tokens to prefill, most first."""
+            """Return a sort key: cached part (none, some, all), then the tokens to prefill, most first."""
             length = matches[request].length
             return length == request.cached, length > 0, length - request.cached
 
@@ -175,7 +175,7 @@ class RunningBatch:
             self.prefixes.move(last.prefix, index)
 
     def wait(self) -> None:
-        """Set `free_slots` to 0 until a row ends. Without running rows, change nothing."""
+        """Set `free_slots` to 0 until a row ends, because memory is short. Without rows, change nothing."""
         self._is_full = bool(self.rows)
 
     def preempt(self) -> Request | None:
@@ -216,7 +216,7 @@ class RunningBatch:
         self.drop(index)
 
     def take_weights(self) -> None:
-        """Compute with new weights. Later requests do not reuse keys and values of the old weights."""
+        """Use the weights that were written to the model. New requests reuse no older keys and values."""
         self._runner.take_weights()
         self.prefixes.forget(row.prefix for row in self.rows)
 
@@ -265,12 +265,11 @@ def drawing_device(device: torch.device) -> torch.device:
 
 
 def first_of_siblings(requests: Sequence[Request], prefixes: Prefixes) -> tuple[list[Request], list[Request]]:
-    """Split requests into those to prefill now and those to prefill after them.
+    """Split requests into those to prefill now, and those that can copy a part of their prompts afterwards.
 
     A request of the second list shares a longer beginning with a request of the first list than with any
-    cached prefix, so it should join later and copy that beginning. If rows cannot be cut to any length
-    (`RowCache.cuts`), the request of the first list is also told to keep its state near the end of the shared
-    beginning.
+    cached prefix. If rows cannot be cut to any length (`RowCache.cuts`), the state near the end of that
+    beginning is needed for the copy. The request of the first list is therefore marked to keep this state.
     """
     first: list[Request] = []
     later: list[Request] = []

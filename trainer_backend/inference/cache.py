@@ -28,14 +28,14 @@ class RowCache:
     """The interface between a cache and its users: the running batch and the index of prefixes.
 
     If memory runs out, a method raises a RuntimeError that `models.folder.is_out_of_memory` recognizes. The
-    batch opens a row, with room for `room` tokens, before it writes to the row. If opening raises, the row
-    stays closed. A cache that stores its copies outside the memory of the rows need not override `drop_copy`
-    and `on_shortage`.
+    batch opens a row before it writes to the row. Opening makes room for `room` tokens; if it raises, the row
+    stays closed. Only a cache whose copies use the memory of its rows must override `drop_copy` and
+    `on_shortage`.
     """
 
     slots: int
     cuts: bool = True
-    """Whether rows and copies can be cut to any length. The states of recurrent layers cannot."""
+    """Whether rows and copies can be cut to any length. False if they hold states of recurrent layers."""
 
     def holds(self, place: Any, length: int) -> bool:
         """Return whether `place`, a row or a copy, can be cut to its first `length` tokens."""
@@ -75,7 +75,7 @@ class RowCache:
         raise NotImplementedError
 
     def clear_row(self, row: int) -> None:
-        """Clear a row that contains non-finite numbers, if they could spoil the next request in this row."""
+        """Clear a row with non-finite numbers, if such numbers could spoil the next request in this row."""
 
 
 class RowCopy(NamedTuple):
@@ -179,7 +179,7 @@ class SlotCache(Cache, RowCache):
         self._known.clear()
 
     def _refer(self, row: int, trunk: Trunk | None, *, room: int) -> None:
-        """Set or remove (None) the trunk of a row, and make room for `room` tokens, the trunk included."""
+        """Set the trunk of a row, or remove it if `trunk` is None. Make room for `room` tokens in total."""
         self.reserve(room - start_behind(trunk))
         if trunk is None:
             self.trunks.pop(row, None)

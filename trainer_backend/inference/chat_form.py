@@ -50,9 +50,9 @@ def check_message(message: Mapping[str, Any], *, where: str) -> None:
 
 
 def _refuse_with_effect(name: str, value: object, where: str) -> None:
-    """Raise BadChatRequest for a key that is not read.
+    """Raise BadChatRequest for a key that is not read, unless its value has no effect.
 
-    Keys that clients add to answers are accepted if their value has no effect.
+    Values without effect exist only for keys that clients add to answers (`_OF_ANSWERS`, TOOL_CALL_ERROR).
     """
     if name == TOOL_CALL_ERROR or value in _OF_ANSWERS.get(name, ()):
         return

@@ -84,7 +84,7 @@ class ChatRequest(SamplingRequest):
 
     @cached_property
     def active_tools(self) -> list[dict[str, Any]]:
-        """Return the tools that `tool_choice` lets the prompt show. Raise ValueError if it is invalid."""
+        """Return the tools that `tool_choice` permits. Raise ValueError if `tool_choice` is invalid."""
         tools = self.tools or []
         names = [str(tool["function"]["name"]) for tool in tools]
         return [tools[place] for place in chosen_tools(self.choice, names)]
@@ -111,7 +111,7 @@ class TokenizeRequest(ChatRequest):
 def read_chat_request(
     body: bytes, leaves_out: Collection[str] = (), kind: type[ChatRequest] = ChatRequest
 ) -> ChatRequest:
-    """Parse the body of a request as a `kind`, and raise BadChatRequest if it is invalid.
+    """Parse the body of a request to an instance of `kind`. Raise BadChatRequest if the body is invalid.
 
     Keys in `leaves_out` are ignored: they are neither read nor refused.
     """

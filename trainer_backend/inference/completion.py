@@ -38,14 +38,14 @@ class Completion:
     max_tokens: int
     rollout_id: str
     call_opening: str = ""
-    """The beginning of a forced call, or "". The prompt ends with it, so the sampled text lacks it; for
-    parsing, it is put before the sampled text."""
+    """The beginning of a forced call, or "". The prompt ends with this text, so it is put before the sampled
+    text when an answer is parsed."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
         """Return the names of settings in the request that have no effect.
 
-        They are the ignored keys, and `tool_choice` if the gateway could not force the call that it demands.
+        They are the ignored keys, and `tool_choice` if it demands a call that the gateway could not force.
         """
         is_free = self.request.forces_call and not self.prompt.opening
         return (*(["tool_choice"] if is_free else []), *self.request.left_out)
@@ -61,7 +61,7 @@ class Completion:
         )
 
     def choice(self, index: int, generation: Generation) -> Choice:
-        """Build a choice; the text before a stop string or a stop token is parsed as its message."""
+        """Build a choice. Its message is parsed from the text before the stop string or the stop token."""
         renderer = self.policy.renderer
         raw_text, stop_token = split_stop(generation, renderer)
         text = raw_text if generation.stop_string is None else cut_before(raw_text, self.request.stop)
@@ -75,7 +75,7 @@ class Completion:
         )
 
     def turn(self, choice: Choice) -> Turn:
-        """Return the prompt and this choice as a turn, from which the rollout's next prompt continues."""
+        """Join the prompt and this choice to the turn that the rollout's next prompt continues."""
         answer = Answer(
             index=len(self.request.messages),
             message_hash=hash_message(choice.message),
@@ -87,7 +87,7 @@ class Completion:
         return Turn.of(self.prompt, answer, choice.generation.token_ids, self.policy.renderer)
 
     def frame(self, kind: str) -> dict[str, Any]:
-        """Return the fields with which a reply begins, and each chunk of a streamed reply."""
+        """Return the first fields of a reply. In a streamed reply, every chunk begins with these fields."""
         return {
             "id": self.completion_id,
             "object": kind,

@@ -51,21 +51,21 @@ class Prompt:
     """The prompt's token ids, in four bytes each, because the gateway keeps thousands of conversations."""
     hashes: RequestHashes
     plain: str
-    """The prompt as the template writes it, without `opening`. `text` differs from it if `text` contains
-    sampled answers that the template would write differently."""
+    """The template's output, without `opening`. Where the template writes an answer differently from the
+    sampled text, `text` contains the sampled text instead."""
     opening: str = ""
     """The beginning of a forced call, with which `text` ends; "" if no call is forced."""
     reused: int = 0
     """How many of the first ids were copied from the previous prompt and response."""
     break_cause: str | None = None
     """Why the prompt does not begin with all of the previous prompt and response: one of `drift.CAUSES`. None
-    if the prompt begins so, or is the first one of its rollout."""
+    if the prompt does, if it has no rollout, or if it is the first of its rollout and contains no answer."""
     answers: tuple[Answer, ...] = ()
     """The earlier answers whose sampled text the gateway knows."""
     cuts: tuple[Cut, ...] = ()
-    """The ends of earlier prompts and answers: the places at which the text and the ids can both be cut."""
+    """The ends of earlier prompts and answers, where the text and the ids can be cut at the same place."""
     drift: Drift | None = None
-    """The drift of the last answer (`drift`); None if the caller did not send the answer back unedited."""
+    """The drift measured for the last answer; None if the caller did not send the answer back unedited."""
 
     @cached_property
     def ids(self) -> list[int]:
@@ -109,7 +109,7 @@ class Turn:
 class Conversations:
     """Stores the last turn of each rollout, for at most `most` rollouts.
 
-    The least recently used rollout is forgotten first; its next prompt is tokenised from its text. A rollout
+    The least recently used rollout is forgotten first; its next prompt then reuses no ids. A rollout
     requests one decision at a time. If two requests of a rollout overlap, the later answer is stored.
     """
 
@@ -193,9 +193,9 @@ def next_prompt(
 def _render(
     turn: Turn, hashes: RequestHashes, messages: Sequence[JsonObject], tools: Sequence[JsonObject]
 ) -> tuple[str, str, tuple[Answer, ...]]:
-    """Render the messages of a request, with the sampled answers as they were sampled where possible.
+    """Render the messages of a request, with the sampled texts of earlier answers where possible.
 
-    Return the text, the text as the template alone writes it, and the answers in the text with their forms.
+    Return the text, the template's own output (`Prompt.plain`), and the answers, in the forms that were used.
     """
     *earlier, newest = turn.answers
     present = tuple([answer for answer in earlier if answer.stands_in(hashes.messages)])

@@ -288,7 +288,7 @@ class Layer:
         stream.add(self.down, stream.swiglu(self.gate_up(stream.norm(self.mlp_norm))))
 
     def write_only(self, number: int, stream: Stream, attention: TokenAttention) -> None:
-        """Store the keys and values of this layer without its output, as a prefill does in the last layer."""
+        """Store the keys and values without the output. A prefill needs only this from the last layer."""
         heads = self.heads
         key_value = self.query_key_value.outputs(heads.queries * heads.size)
         all_TSD = heads.of(key_value(stream.norm(self.attention_norm)))
@@ -332,7 +332,7 @@ class Decoder:
         self._places = {weight: weight.data_ptr() for weight in model.parameters()}
 
     def assert_in_place(self) -> None:
-        """Assert that the weights were not moved in memory, so that the decoder computes with new weights."""
+        """Assert that the weights were not moved in memory: otherwise the decoder computes with old ones."""
         moved = any(weight.data_ptr() != place for weight, place in self._places.items())
         assert not moved, "the model's weights were moved, and the decoder computes with the old ones"
 
@@ -345,7 +345,7 @@ class Decoder:
         self.layers[last].write_only(last, stream, attention)
 
     def logits(self, ids_T: Tensor, positions_T: Tensor, attention: TokenAttention) -> Tensor:
-        """Store the keys and values of T tokens, and return the logits for the token after each, [T, V].
+        """Store the keys and values of T tokens. Return the next-token logits at each of them, [T, V].
 
         Ids and positions are int64 [T].
         """

@@ -70,7 +70,7 @@ class LocalEngine(Engine):
         stop_ids: the token ids that end a generation (see `stop_token_ids`).
         keys: the settings of [inference]. None: the defaults, with the model's `max_position_embeddings` as
             `max_model_len`.
-        read: returns the weights of a version; by default, the version's folder.
+        read: finds the weights of a version. By default, it returns the folder of the version.
         paged: whether the cache is paged. None: it is paged if the device has kernels for pages (CUDA).
         prefill_tokens: the most tokens that a turn prefills, padding included. A longer prompt is prefilled
             alone.

@@ -150,9 +150,9 @@ class Inbox:
     def admit(
         self, *, free_slots: int, prefill_tokens: int, to_prefill: Callable[[Request], int]
     ) -> list[Request]:
-        """Remove the oldest requests that fit from the queue, and return them.
+        """Remove the oldest requests from the queue, as many as can run now, and return them.
 
-        At most `free_slots` requests fit. Their tokens to prefill, padded to the longest, may not exceed
+        At most `free_slots` requests can run. Their tokens to prefill, padded to the longest, may not exceed
         `prefill_tokens`; a longer request is admitted alone. While a swap waits, only requests that already
         have sampled tokens are admitted.
         """

@@ -97,7 +97,7 @@ class VllmKeys(Table):
 
     @property
     def asks(self) -> dict[str, float]:
-        """Return keys for the actor's policy. With vLLM, its requests may wait while a replica restarts."""
+        """Return keys to send to task apps: with vLLM, a timeout that covers the restart of a replica."""
         if self.engine == "local":
             return {}
         return {"request_timeout_s": min(self.replica_patience_s + _SAMPLE_S, _LONGEST_REQUEST_S)}
@@ -105,7 +105,7 @@ class VllmKeys(Table):
     @field_validator("vllm")
     @classmethod
     def _arguments_of_vllm(cls, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Refuse names and values that vLLM's server cannot have, and arguments that the run sets itself."""
+        """Refuse impossible names and values of vLLM's arguments, and arguments that the run sets itself."""
         for name, value in arguments.items():
             if not _VLLM_NAME.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of an argument; write it as vLLM does, without --")

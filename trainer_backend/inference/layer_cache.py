@@ -1,7 +1,7 @@
 """Cache running requests of models with layers such as sliding windows, convolutions and recurrences.
 
-Each running request is a row. A `Stack` is a cache of `transformers` for rows of different lengths. What it
-stores depends on the kind of the layer:
+Each running request is a row. A `Stack` is a cache of `transformers` for rows of different lengths. For each
+kind of layer, it stores:
 
     attention    keys and values, [rows, heads, columns, head_dim]. All rows end at the same column, like a
                  batch that is padded on the left. So `transformers` needs only one mask [rows, columns], from
@@ -49,7 +49,7 @@ NO_TOKENS = RowState(0, ())
 
 
 class Bounds(NamedTuple):
-    """The largest numbers of rows and columns of a stack, its dtype, and its number of spare columns."""
+    """The largest size of a stack, its dtype, and the number of columns that it allocates in advance."""
 
     slots: int
     max_len: int
@@ -81,7 +81,7 @@ class Held:
         """
 
     def take(self, row: int, *, first: int, last: int) -> LayerState:
-        """Return views of the part of a row from `first` to `last` tokens before the row's end."""
+        """Return views of a part of a row: it begins `first` and ends `last` tokens before the row's end."""
         return ()
 
     def move(self, source: int, target: int) -> None: ...
@@ -142,7 +142,7 @@ class Attention(cache_utils.DynamicLayer, Held):  # type: ignore[no-untyped-call
             held[target] = held[source]
 
     def clear(self, row: int) -> None:
-        """Set a row to 0. Old data is harmless only if it is finite: even a masked NaN makes a sum NaN."""
+        """Set a row to 0, because old data may contain NaN, and even a masked NaN makes a sum NaN."""
         for held in self._held:
             held[row : row + 1] = 0
 
@@ -250,7 +250,7 @@ def held_layers(config: PreTrainedConfig, bounds: Bounds) -> list[Held]:
     """Return a `Held` for each layer of a model.
 
     Raises:
-        ModelFolderError: the model has a layer of another kind.
+        ModelFolderError: the model has a layer whose kind of cache is not supported.
     """
     layers = DynamicCache(config=config).layers
     for number, layer in enumerate(layers):
@@ -285,7 +285,7 @@ class Stack(Cache):
         self.lengths[:rows] = [length + new for length in self.lengths[:rows]]
 
     def mask(self, rows: int) -> Tensor | None:
-        """Return an attention mask [rows, columns], true at the tokens of each row and at its next token.
+        """Return an attention mask [rows, columns], true at each row's tokens and at the token to be added.
 
         Return None if the rows have equal lengths, because the mask would be true everywhere.
         """

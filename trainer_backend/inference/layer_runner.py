@@ -27,7 +27,7 @@ _AT_SERVERS = 'Sample at vLLM servers: inference.engine = "vllm".'
 
 
 class LayerRunner:
-    """Runs any causal model whose layers `LayerCache` supports. The interface is that of `DecoderRunner`.
+    """Runs any causal model whose layers `LayerCache` supports. It has the methods of `DecoderRunner`.
 
     Prompts are not padded, since a recurrent state would treat padding as a token. Prompts are prefilled
     together only if the tokens to compute begin and end at the same positions; any other prompt is prefilled
@@ -60,8 +60,8 @@ class LayerRunner:
     ) -> None:
         """Compute and cache all known tokens of each request except its last token.
 
-        The requests have the rows from `first_row` on. At each of a request's marks, the positions at which
-        its state should be kept, call `keep` with the request, the position and the row.
+        The requests have the rows from `first_row` on. At each mark of a request, `keep` is called with the
+        request, the mark and the row, so that the caller can keep the state at this position.
         """
         stops = {
             row: [stop for stop in sorted({*request.marks, request.cached}) if stop > request.reused]
@@ -100,8 +100,8 @@ class LayerRunner:
     ) -> list[NDArray[np.uint16] | None]:
         """Compute the tokens from `start` to `stop` of rows in which `start` tokens are cached.
 
-        `ids` maps each row to its token ids. Return the experts that were chosen in each row, or None for
-        each row.
+        `ids` maps each row to its token ids. Return the chosen experts of each row, or a None for each row if
+        experts are not recorded.
         """
         most = max(1, GROUP_TOKENS // (stop - start))
         rows = list(ids)
@@ -123,13 +123,13 @@ class LayerRunner:
         return experts
 
     def _can_continue(self) -> bool:
-        """Return whether a prompt may continue from a kept row.
+        """Return whether a prompt can be computed in several passes, each continuing a cached part.
 
-        This is found by running the model, since no list of model families would be complete.
+        The model is run to find this out, since no list of model families would be complete.
 
         Raises:
-            ModelFolderError: logits of rows in a batch differ from those of each text alone, or the model
-                does not support the cache.
+            ModelFolderError: texts have other logits in a batch than alone, or the model does not support
+                the cache.
         """
         limit = EXACT if self._pass.dtype == torch.float32 else ROUNDED
         try:
@@ -171,7 +171,7 @@ class LayerRunner:
 class Pass:
     """Runs forward passes of a `transformers` model, in the arithmetic of `models.precision`.
 
-    If `routers` is given, each pass records the chosen experts; `experts` returns those of the last pass.
+    If `routers` is given, each pass records the chosen experts, and `experts` yields the last record.
     """
 
     def __init__(self, model: PreTrainedModel, routers: Routers | None = None) -> None:

@@ -1,8 +1,8 @@
 """Group rows that begin with the same pages into tiles; a decode step reads shared pages once per tile.
 
 A tile is a set of rows whose queries one program of the kernel computes together. Rows that begin with the
-same known prefix share its whole pages (`pages`), and continue in pages of their own. So equal page numbers
-at the start of rows show what they share, which changes only when the running rows change. Each row is in at
+same known prefix share the full pages of this prefix (`pages`), and continue in pages of their own. Shared
+pages are recognised by equal page numbers, and change only when the running rows change. Each row is in at
 most one group. If all rows share a system message and some rows share more, the grouping that saves the most
 reads is chosen.
 """
@@ -25,14 +25,13 @@ class Tiles(NamedTuple):
     """The tiles of one step, as device tensors of a fixed size, so that a CUDA graph can use them."""
 
     rows_NM: Tensor
-    """int32, the rows of each tile; -1 fills the entries after its last row, and unused tiles."""
+    """int32, the rows of each tile; entries without a row, and unused tiles, contain -1."""
     shared_B: Tensor
-    """int32, the number of tokens, in whole pages, that each row shares with its tile; 0 for a row without a
-    tile."""
+    """int32, the number of tokens in the pages that each row shares with its tile; 0 without a tile."""
 
 
 class Group(NamedTuple):
-    """Rows in ascending order, and the number of first pages that all of them share."""
+    """A set of rows, in ascending order, and how many pages all of them share at the start."""
 
     rows: list[int]
     pages: int
@@ -59,8 +58,8 @@ def group_rows(pages_B: Sequence[list[int]], *, tile_rows: int) -> list[Group]:
 def _choose_groups(rows: list[int], pages_B: Sequence[list[int]], tile_rows: int) -> list[Group]:
     """Return groups of `rows`, which the caller has sorted by their pages.
 
-    Either all rows form one group; or the parts of the rows that share more pages form groups, and the
-    remaining rows form one more group.
+    Either all rows form one group, or rows that share further pages form groups of their own, and the
+    remaining rows form another group.
     """
     if len(rows) < LEAST_ROWS:
         return []

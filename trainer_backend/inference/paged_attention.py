@@ -1,8 +1,9 @@
 """Write keys and values into pages, and compute the attention of one new token per row to the row's pages.
 
-Triton's kernels compute if they run (torch for CUDA on Linux includes `triton`, which needs a C compiler).
-Otherwise plain torch computes: it first gathers all pages of the page tables. `torch.nn.attention.varlen`
-cannot replace the kernels: since torch 2.12 it accepts page tables, but it computes only in 16 bits.
+Triton's kernels are used where they run (torch for CUDA on Linux includes `triton`, which needs a C
+compiler). Elsewhere plain torch is used, which first gathers all pages of the page tables.
+`torch.nn.attention.varlen` cannot replace the kernels: since torch 2.12 it accepts page tables, but it
+computes only in 16 bits.
 """
 
 from functools import cache

@@ -61,11 +61,10 @@ class PagedRunner:
 
     `step` launches a step and returns the previous step, so that the host can process the tokens of the
     previous step while the device computes the next step. If a row turns out to have ended, the next step has
-    already sampled one token too many. This token is not read, and lies after all tokens that are kept of the
-    row.
+    already sampled one token too many. This token is not read, and comes after all tokens that are kept.
 
     The cache has pages for `slots` rows and `kept` prefixes of `max_len` tokens each. If these exceed
-    `most_bytes`, it has fewer pages, but at least those of one row.
+    `most_bytes`, the cache has fewer pages, but at least enough for one row.
     """
 
     def __init__(

@@ -31,8 +31,8 @@ class PagePool:
 
     Args:
         limit: the largest number of pages.
-        grow: allocates the next slab and returns its number of pages, at most the argument; returns 0 if the
-            device has no memory for a slab.
+        grow: allocates the next slab and returns how many of its pages may be used, at most as many as the
+            argument says; returns 0 if the device has no memory for a slab.
         evict: drops one kept prefix (by `drop`) and returns True; returns False if no prefix is left.
         copy: copies the contents of the first page to the second, before later writes to either page.
     """

@@ -29,8 +29,8 @@ SHORTEST_PREFIX = 3 * BLOCK
 class Prefix:
     """Token ids, and the `place` of their keys and values: the number of a row, a copy of a row, or None.
 
-    `experts` are the experts of these tokens, and possibly of more tokens, in arrays [n tokens, W choices].
-    It is empty unless experts are recorded.
+    `experts` contains the experts of these tokens, and possibly of more tokens, in arrays [n tokens, W
+    choices]. It is empty unless experts are recorded.
     """
 
     __slots__ = ("block_keys", "experts", "ids", "place")
@@ -80,9 +80,9 @@ class PrefixIndex:
         return NOTHING
 
     def longest_whole(self, target: Prefix, holds: Callable[[Any, int], bool]) -> "Match":
-        """Return the longest cached prefix that `target` continues from its end.
+        """Return the longest cached prefix whose ids are all at the start of `target`.
 
-        `target` begins with all ids of this prefix, and `holds(place, number of these ids)` is true.
+        Only prefixes for which `holds(place, number of ids)` is true are considered.
         """
         for blocks in range(len(target.block_keys), 0, -1):
             holders = self._holders.get(target.block_keys[blocks - 1], {})
@@ -125,10 +125,10 @@ def shared_length(one: Sequence[int], other: Sequence[int], *, at_least: int = 0
 def mark_at(known: Match, target: Prefix) -> int:
     """Return the length at which to keep a state of `target` for the next prompt that shares these ids.
 
-    `known` is the cached prefix that shares the most ids with `target`. If one of the two ends where they
-    part, the result is the shared length. If both continue, later prompts part from them at slightly
-    different tokens (for example, the first words of two observations may be equal), so the result is the end
-    of the last shared block.
+    `known` is the cached prefix that shares the most ids with `target`. If the shared ids are the whole
+    prefix or the whole target, the result is their number. Otherwise, the result is the end of the last
+    shared block, because later prompts may depart at slightly different tokens: for example, the first words
+    of two observations may be equal.
     """
     assert known.prefix is not None
     if known.length in (len(known.prefix.ids), len(target.ids)):
@@ -139,9 +139,9 @@ def mark_at(known: Match, target: Prefix) -> int:
 class Prefixes:
     """The index of running rows and of kept copies; it limits the number of copies.
 
-    A copy of n tokens takes n / max_model_len of a full row, so `most` copies take at most as much memory as
-    `most` more slots. A cache with states keeps up to `most` marks in addition. If `most` is 0, nothing is
-    reused, not even running rows. Only the engine thread uses this class.
+    At most `most` copies are kept, and each takes at most as much memory as a slot. A cache with states keeps
+    up to `most` more copies at marks. If `most` is 0, nothing is reused, not even running rows. Only the
+    engine thread uses this class.
     """
 
     def __init__(self, cache: RowCache, *, most: int) -> None:
@@ -154,7 +154,7 @@ class Prefixes:
         self._marks: set[Prefix] = set()  # the copies that were kept at marks
 
     def find(self, target: Prefix) -> Match:
-        """Return the cached prefix from which the most first tokens of `target` can be reused."""
+        """Return the cached prefix from which the longest beginning of `target` can be reused."""
         known = self._index.longest(target)
         if self.cuts or known.prefix is None:
             return known

@@ -1,7 +1,7 @@
 """Sample from an external OpenAI-compatible server, which receives token ids and returns ids and log-probs.
 
-Requests go to POST /v1/completions with the ids of the prompt. Keys of vLLM's API are used for what OpenAI's
-API lacks. The server's chat template, tool parser and reasoning parser are not used: the gateway renders
+Requests go to POST /v1/completions with the ids of the prompt. If OpenAI's API lacks a key, the key of vLLM's
+API is used. The server's chat template, tool parser and reasoning parser are not used: the gateway renders
 prompts and parses answers, as it does for the actor.
 
     request: prompt (ids), logprobs, return_token_ids
@@ -45,12 +45,11 @@ _THEIR_LIMIT = re.compile(r"maximum context length is (\d{1,9})")
 
 
 class RemoteEngine:
-    """A `FrozenEngine` that sends its requests to a server.
+    """An engine that sends its requests to a server, and does not load weights.
 
     Only one event loop may use it at a time, and the same loop must call `close`. `stop_ids`, `vocabulary`
-    and `max_model_len` are those of the actor, because the server must have the actor's tokenizer. If
-    `processed` is true, the server reports log-probs under its sampling distribution instead of
-    softmax(logits).
+    and `max_model_len` are the actor's, because the server must have the actor's tokenizer. If `processed` is
+    true, the server reports log-probs under its sampling distribution instead of softmax(logits).
     """
 
     # The names in error messages: `label` for the server, `part` for the sender of an invalid reply.

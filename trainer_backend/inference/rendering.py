@@ -248,9 +248,9 @@ class ChatRenderer:
         return split_reasoning(content, str(self.tokenizer.chat_template))[0]
 
     def with_reasoning(self, message: JsonObject, reasoning: str) -> JsonObject:
-        """Return an answer with its reasoning outside its content, if the template reads reasoning there.
+        """Return an answer with its reasoning under the key that templates read, and not in its content.
 
-        Otherwise, and if there is no reasoning, return the message unchanged.
+        If the template reads no such key, or if there is no reasoning, return the message unchanged.
 
         Args:
             reasoning: the reasoning of the answer; "": take the reasoning from the content, if there is any.
@@ -278,9 +278,9 @@ class ChatRenderer:
 
     @cached_property
     def _drops_calls(self) -> bool:
-        """Return whether the template omits an answer's tool calls, and the tool-call format can write them.
+        """Return whether the template omits tool calls that the tool-call format can write instead.
 
-        The templates of SmolLM3 and LFM2 omit them.
+        The templates of SmolLM3 and LFM2 omit the tool calls of answers.
         """
         form = tool_format_in_use(self.tokenizer)
         try:
@@ -350,7 +350,7 @@ class ChatRenderer:
     ) -> None:
         """Render the answers with the indices `unknown` once more, and write the results into `texts`.
 
-        The caller has altered the conversations or answers, so that the template may render them differently.
+        The caller has altered the conversations or answers, so that their texts may become known.
         """
         asked, own = [conversations[number] for number in unknown], [answers[number] for number in unknown]
         found = self._render_answers(self.prompt_texts(asked, tools), asked, own, tools)
@@ -388,9 +388,9 @@ class ChatRenderer:
         return (body if body.endswith(self._specials) else whole)[len(prompt) :]
 
     def _next_special(self, messages: Sequence[JsonObject], text: str, tools: Sequence[JsonObject]) -> str:
-        """Return the special token with which the message after `messages` begins, or "".
+        """Return the special token with which a further message after `messages` would begin, or "".
 
-        GLM, for example, ends an answer with this token. `text` is the rendered text of `messages`.
+        Some models, such as GLM, end an answer with this token. `text` is the rendered text of `messages`.
         """
         result = {"role": "tool", "tool_call_id": "call00000", "content": "?"}
         try:
@@ -417,9 +417,9 @@ class ChatRenderer:
         """Return a lower bound on a text's number of tokens if the bound exceeds `most`, else None.
 
         The whole text is not encoded. The first bound is the length of the text divided by the length of the
-        longest token (as in vLLM). The second bound is half the number of tokens in the text's start. Encoded
-        alone, the start has about as many tokens as within the whole text, since only the merges at its end
-        differ.
+        longest token (as in vLLM). For the second bound, only the start of the text is encoded, and half of
+        its number of tokens is taken. This is safe, because only the merges at the end of the start differ
+        from the merges in the whole text.
         """
         if (tokens := -(-len(text) // self._longest_token)) > most:
             return tokens
@@ -493,7 +493,7 @@ class ChatRenderer:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Return whether each character of a token's own text stands for a byte, as in GPT-2's tokenizer."""
+        """Return whether each character of a token in the vocabulary stands for a byte, as in GPT-2."""
         decoder = self._backend.decoder
         return decoder is not None and decoder.decode(["\u0120"]) == " "
 

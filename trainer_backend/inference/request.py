@@ -38,12 +38,11 @@ class Request:
     cached: int = 0
     """The number of tokens whose keys and values are in the cache."""
     reused: int = 0
-    """The number of cached tokens that were already in the cache, so that they needed no prefill."""
+    """The number of first tokens that needed no prefill, because they were in the cache already."""
     lost: int = 0
-    """The number of tokens after the reused ones that were cached, but could not be reused without a
-    state."""
+    """The number of further cached tokens that could not be reused, because no state was kept there."""
     marks: set[int] = field(default_factory=set)
-    """The numbers of first prompt tokens after which a state is kept for later prompts."""
+    """The positions in the prompt at which a state is kept for later prompts."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     likeliest: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -53,7 +52,7 @@ class Request:
     arrival: int = 0
     """The position of the request in the order of arrival."""
     prefix: Prefix = field(init=False)
-    """The tokens that are cached before the first step of the request in its row."""
+    """The tokens that must be cached before the request's first decode step in its current row."""
 
     def __post_init__(self) -> None:
         seed = self.sampling.seed if self.sampling.seed is not None else secrets.randbits(64)
@@ -63,15 +62,15 @@ class Request:
 
     @property
     def last_id(self) -> int:
-        """Return the token that the next step computes."""
+        """Return the last known token, which the next decode step feeds to the model."""
         return self.token_ids[-1] if self.token_ids else self.prompt_ids[-1]
 
     def begin_again(self) -> None:
-        """Prepare to wait for another row, in which the tokens sampled so far are computed like a prompt."""
+        """Prepare to wait for another row, in which the prefill includes the tokens sampled so far."""
         self.prefix = Prefix(self.cached_ids(), self.experts)
 
     def begin_experts(self, known: Prefix | None) -> None:
-        """Reset the experts to those of the reused tokens; to none if the prefix `known` has no experts."""
+        """Discard all experts except those that the prefix `known` has for the reused tokens, if any."""
         reused = np.concatenate(known.experts)[: self.reused] if known and known.experts else None
         self.experts.clear()
         self.note_experts(reused)
@@ -82,7 +81,7 @@ class Request:
             self.experts.append(experts_LW.copy())  # a view would keep the memory of all rows of the pass
 
     def take(self, token: int, logprob: float) -> None:
-        """Record a sampled token. The token before it is then cached."""
+        """Record a sampled token, and count the token before it as cached."""
         self.cached += 1
         self.token_ids.append(token)
         self.logprobs.append(logprob)

@@ -40,7 +40,7 @@ BYSTANDERS = frozenset(
 class SamplingRequest(OpenBody):
     """A request body with the options of `Sampling`, under OpenAI's names and with bounds.
 
-    A key in `neutral` has no effect here; only the listed values are accepted for it.
+    `neutral` maps each key that has no effect here to the only values that are accepted for the key.
     """
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {

@@ -95,11 +95,10 @@ class RowAttention:
             tensor.view(-1, size).index_copy_(0, self._places_in(tensor.shape[2]), rounded_NKD)
 
     def _places_in(self, capacity: int) -> Tensor:
-        """Return where the tokens' vectors lie among a tensor's slots * heads * capacity vectors.
+        """Return the indices of the tokens' vectors in a cache tensor of slots * heads * capacity vectors.
 
-        The result has the shape [T * key-value heads]. It is normally computed once per pass. If the cache
-        ran out of memory while it grew, its tensors differ in capacity, and each capacity needs its own
-        result.
+        The result, [T * key-value heads], is normally computed once per pass. If the cache ran out of memory
+        while it grew, its tensors differ in capacity, and each capacity needs its own result.
         """
         if self._places[0] != capacity:
             tokens = self._tokens
@@ -150,8 +149,7 @@ class RowAttentions:
     """Creates a `RowAttention` for each forward pass over a cache, and reserves room for the pass's tokens.
 
     If memory runs out, the cache stays unchanged. `most_waste` limits padding (see `cut_spans`). `cpu` is a
-    set of CPU kernels for decode steps and short rows, which attend without padding and therefore without
-    spans.
+    set of CPU kernels for decode steps and short rows; these kernels need no padding, and therefore no spans.
     """
 
     def __init__(
@@ -212,7 +210,7 @@ class RowAttentions:
         return Tokens(positions, columns, rows[:, None] * len(self._heads_K) + self._heads_K)
 
     def _groups(self, first_row: int, counts_B: Counts) -> list[Group]:
-        """Group the tokens of rows that have a trunk by this trunk.
+        """Return, for each trunk of the pass, the tokens of all rows that refer to the trunk.
 
         In the pass, row `first_row` + i has `counts_B[i]` tokens.
         """
@@ -249,7 +247,7 @@ class RowAttentions:
         return Span(slice(before, before + tokens), cache_rows, visible, width, places_N, mask_R1QL)
 
     def _mask(self, positions: Tensor, visible: int) -> Tensor:
-        """Return the mask [..., L] to add to scores; a query sees the columns up to its position [..., 1]."""
+        """Return the mask [..., L] to add to scores. Queries at `positions` [..., 1] see no later columns."""
         return (self._columns_L[:visible] > positions).to(self._cache.dtype).mul_(self._hidden)
 
 

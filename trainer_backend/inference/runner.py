@@ -42,8 +42,8 @@ def choose_runner(
 ) -> "DecoderRunner | TransformersRunner | LayerRunner | PagedRunner":
     """Return the runner of a model: our own decoder if it supports the model, else `transformers`.
 
-    In the second case, the reason is logged, and the runner records the experts that `routers` choose. A
-    paged cache has room for `slots` rows and `kept` copies of prefixes.
+    If `transformers` is used, the reason is logged, and the runner records the experts that `routers` choose.
+    A paged cache has room for `slots` rows and `kept` copies of prefixes.
     """
     layers = why_not_by_position(model, longest=max_len)
     if layers is not None:
@@ -91,10 +91,10 @@ class DecoderRunner:
         self.small = small_pass(self._decoder, self.cache, cpu)
 
     def prefill(self, requests: Sequence[Request], *, first_row: int) -> None:
-        """Compute keys and values of each prompt without its last token, in the rows from `first_row` on.
+        """Compute keys and values of each prompt except its last token, in the rows from `first_row` on.
 
         Each row already contains the first `reused` tokens of its prompt. The requests must be sorted: first
-        those without reused tokens, then those with some, then those that need no computation.
+        requests without reused tokens, then requests with some, then requests that need no computation.
         """
         for chunk in self._chunks(_to_compute(requests)):
             ids_T, starts_B, counts_B = read_rests(chunk)

@@ -105,9 +105,9 @@ class Draw(NamedTuple):
     tokens_B: Tensor
     """[B] int64 ids."""
     logprobs_B: Tensor
-    """[B] fp32 log-probs before truncation: under softmax(logits / temperature), for greedy rows under
-    softmax(logits). For rows of `processed_B`: log-probs after truncation, renormalised. NaN if the logits
-    contain NaN or +inf."""
+    """[B] fp32 log-probs under softmax(logits / temperature), where a greedy row has temperature 1. They are
+    taken before truncation or, for rows of `processed_B`, after truncation and renormalised. NaN if the
+    logits contain NaN or +inf."""
     mass_B: Tensor | None
     """[B] float64: the probability mass that truncation kept; None if no row truncates."""
 
@@ -151,9 +151,9 @@ def tempered(logits_BV: Tensor, temperatures_B: Tensor | None) -> Tensor:
 
 
 def _gather_logprobs(tokens_BK: Tensor, tempered_BV: Tensor, probs_BV: Tensor) -> Tensor:
-    """Return the log-probs of `tokens_BK`, computed from their logits' distances to the highest logit.
+    """Return the log-probs of `tokens_BK`, computed from the distances of their logits to the highest logit.
 
-    The logarithm of a token's probability would be -inf where the probability underflows in fp32.
+    The logarithm of `probs_BV` is not used, because it is -inf where a probability underflows in fp32.
     """
     highest_B1 = tempered_BV.amax(dim=-1, keepdim=True)
     return tempered_BV.gather(1, tokens_BK) - highest_B1 + probs_BV.amax(dim=-1, keepdim=True).log()
@@ -200,8 +200,8 @@ def truncation_mask(probs_BV: Tensor, options: Mapping[str, Tensor]) -> Tensor:
     The most likely token always remains. min_p keeps tokens with at least min_p times the largest probability
     (Nguyen et al., arXiv:2407.01082). top_p keeps the smallest set of the likeliest remaining tokens whose
     share of the remaining mass reaches top_p. The mass is cumulated as in `inverse_cdf`, with an error of at
-    most 1e-7 of a block's mass. `options` maps each option's name to its values, [B] fp32, which represent
-    all ranks exactly.
+    most 1e-7 of a block's mass. `options` maps each option's name to its values, [B] in fp32, which is exact
+    for every top_k.
     """
     top_ps_B, top_ks_B, min_ps_B = options["top_p"], options["top_k"], options["min_p"]
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)

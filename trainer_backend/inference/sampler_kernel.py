@@ -4,7 +4,7 @@ The first kernel reads the logits once. For each chunk of the vocabulary, it fin
 For each block of a chunk, it sums exp(logit / temperature - maximum of the chunk). The second kernel draws a
 block in proportion to these sums, then a token of the block. As in `sampler.inverse_cdf`, sums are float32
 within a block and float64 across blocks. If a random number lies within 1e-7 of the boundary between two
-tokens, the kernel and `sampler.sample` may choose different ones of the two.
+tokens, the kernel may choose one of them, and `sampler.sample` the other.
 
 Import this module only if `triton` is installed.
 """

@@ -69,8 +69,8 @@ class CallOpening:
     """
 
     lead: str
-    """The text that ends a reasoning block which the prompt has begun. It is empty if the template writes a
-    whole (empty) reasoning block before the call, since templates drop such blocks from earlier answers."""
+    """The text before the opening; it ends a reasoning block that the prompt has begun. It is left empty if
+    it would contain a whole reasoning block, since templates drop such blocks from earlier answers."""
     before_name: str
     after_name: str
     rest: str
@@ -85,7 +85,7 @@ class CallOpening:
         return [call.name for call in tool_format.parse(written, PROBE_TOOLS).tool_calls] == [name]
 
     def text(self, name: str | None) -> str:
-        """Return the opening without `lead`; it ends after the tool's name or, if `name` is None, before it.
+        """Return the opening up to the call's arguments or, if `name` is None, up to the tool's name.
 
         Characters at the end that tokenizers would join with the sampled text, such as spaces, are left out.
         """

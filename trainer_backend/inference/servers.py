@@ -158,7 +158,7 @@ class Servers(Engine):
                 replica.running -= 1
 
     def watch(self, report: Callable[..., None]) -> None:
-        """Call `report` for each replica now, and in any thread whenever the state of a replica changes."""
+        """Call `report` for each replica now and at each change of its state, in the thread of the change."""
         self._report = report
         for replica in self.replicas:
             self._report_replica(replica, None)
@@ -175,8 +175,9 @@ class Servers(Engine):
     async def load(self, version: PolicyVersion) -> None:
         """Load this version into all replicas. Replicas that fail are lost; they try again until they serve.
 
-        The call waits until one replica serves, and then at most as long again for the others. During the
-        call, the sessions of a hanging replica wait for it, because the others could not serve all of them.
+        If the first replica serves after t seconds, the call waits t more seconds at most for the others.
+        During the call, the sessions of a hanging replica wait for it, because the others could not serve all
+        of them.
 
         Raises:
             WeightsRefused: no replica serves the version within `wait_s`.
@@ -237,7 +238,7 @@ class Servers(Engine):
         await asyncio.wait(tasks, timeout=max(_LOOK_S, duration))
 
     async def look_after(self) -> None:
-        """Bring lost replicas back, without end. End the run if none serves while requests wait too long."""
+        """Bring lost replicas back until cancelled. End the run if requests wait and none serves for long."""
         try:
             await self._look_after()
         finally:
@@ -292,7 +293,7 @@ class Servers(Engine):
         return any(replica.state == "serving" for replica in self.replicas)
 
     def _load_all(self) -> list[asyncio.Task[None]]:
-        """Start a load of the current version at each replica that runs none; return the tasks of all."""
+        """Start a load of the current version at each replica that is not loading; return all load tasks."""
         for replica in self.replicas:
             if replica.task is None or replica.task.done():
                 if replica.task is not None:
@@ -383,7 +384,7 @@ class Servers(Engine):
         self._homes.pop(session, None)
 
         def load(replica: Replica) -> tuple[int, int]:
-            """Return a sort key: a new session prefers few sessions, one that moves prefers few requests."""
+            """Return (sessions, requests) to place a new session, (requests, sessions) to move a session."""
             counts = replica.sessions, replica.running
             return counts if home is None else counts[::-1]
 
@@ -427,7 +428,7 @@ class Servers(Engine):
             loop.call_soon_threadsafe(woken.set)
 
     def _break_down(self) -> None:
-        """End the run, because no request can be sampled. Both threads may call this method."""
+        """End the run, because no request can be sampled. The threads of both event loops may call this."""
         with self._lock:
             if not self.breakdown.done():
                 self.breakdown.set_result(self._describe_absence())

@@ -33,7 +33,7 @@ _MOST_QUERIES = 256
 
 
 class _Matrix(ctypes.Structure):
-    """`struct matrix` of the C source. Each class below is the C struct with the same name."""
+    """The C type `struct matrix`. Each `Structure` below is the C struct with the same name."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("panels", "bias")),
@@ -73,7 +73,7 @@ class _Tokens(ctypes.Structure):
 
 
 class _Front:
-    """The C struct of a trunk at `address`, and the tensors to which the struct points."""
+    """A trunk as a C struct at `address`; this object also keeps the tensors to which the struct points."""
 
     def __init__(self, trunk: Trunk) -> None:
         self._tensors = [tensor.contiguous() for tensor in trunk.tensors]
@@ -134,7 +134,7 @@ class SmallPass:
         return bool(seen * self._model.heads * self._model.size <= MOST_ATTENTION)
 
     def prefill(self, ids_T: Wholes, *, first_row: int, starts_B: Wholes, counts_B: Wholes) -> None:
-        """Store keys and values: `counts_B[i]` tokens in row `first_row` + i, from position `starts_B[i]`."""
+        """Store keys and values of `counts_B[i]` tokens in row `first_row` + i, from `starts_B[i]` on."""
         self._run(ids_T, *list_tokens(first_row, starts_B, counts_B))
 
     def logits(self, ids_B: Wholes, cached_B: Wholes) -> NDArray[np.float32]:
@@ -164,7 +164,7 @@ class SmallPass:
         positions_T: Wholes,
         *numbers: NDArray[Any],
     ) -> None:
-        """Run a pass. `numbers`: logits, temperatures, uniforms, ids, log-probs; any tail may be omitted."""
+        """Run a pass. `numbers`: the first 0 to 5 of logits, temperatures, uniforms, ids and log-probs."""
         starts, fronts = self._read_trunks(int(rows_T[-1]) + 1)
         columns_T = positions_T - starts[rows_T]
         self._cache.reserve(int(columns_T.max()) + 1)

@@ -5,10 +5,10 @@ step. So the host may launch the next step before it reads the tokens, and the d
 host.
 
 Batches are padded to a bucket size. Padding rows write nothing to the cache and attend to nothing, and their
-samples are discarded. There is a graph for each combination of a bucket, truncation (or none) and shared
-pages (`page_tiles`, or none). A graph is captured when a step first needs it. If the capture fails, the log
-says why, and the step runs without a graph, as on a CPU. If memory was short, a later step tries to capture
-the graph again.
+samples are discarded. There is a graph for each bucket size, with and without truncation, and with and
+without shared pages (`page_tiles`). A graph is captured when a step first needs it. If the capture fails, the
+log says why, and the step runs without a graph, as on a CPU. If memory was short, a later step tries to
+capture the graph again.
 """
 
 from bisect import bisect_left
@@ -148,8 +148,8 @@ class StaticStep:
         """Launch a step. At most two launched steps, this one included, may be unread.
 
         Args:
-            ints_B4: the columns are: the token to feed; the index of a row in the last step, whose sampled
-                token is fed instead, or -1; the token's position; the slot for its keys and values.
+            ints_B4: the columns are: the token to feed; the row of the last step whose sampled token is fed
+                instead (-1: none); the position of the token; the slot for its keys and values.
             floats_BN: the columns are: a uniform number in [0, 1); whether log-probs are taken after
                 truncation; one column for each of OPTIONS.
             tables_BP: the pages of each row.

@@ -46,7 +46,7 @@ class StopStrings:
         self._longest = max(map(len, strings))
 
     def fresh(self) -> "StopStrings":
-        """Return a copy without the tokens taken so far, for a request that another server samples again."""
+        """Return a new detector of the same strings, for a request that another server samples again."""
         return StopStrings(self._decode, self.strings)
 
     def take(self, token_id: int) -> str | None:

@@ -70,7 +70,7 @@ async def _outcomes(completion: Completion) -> AsyncGenerator[tuple[int, Sampled
 
 
 class ChoiceStream:
-    """Makes the chunks of one choice: `take` gets each token except the last, then `end` the whole choice."""
+    """Makes the chunks of a choice: call `take` with all tokens but the last, then `end` with the choice."""
 
     def __init__(self, completion: Completion, index: int) -> None:
         self._completion = completion
@@ -135,6 +135,6 @@ class ChoiceStream:
 
 
 def unsent(content: str, sent: str) -> str:
-    """Return `content` without the text `sent`. Parsers may have stripped white space from `content`."""
+    """Return the rest of `content` after `sent`, whose leading white space `content` may lack."""
     removed = 0 if content.startswith(sent) else len(sent) - len(sent.lstrip())
     return content[len(sent) - removed :]

@@ -24,7 +24,7 @@ TEXT = ToolFormat(lambda text, tools: ParsedReply(text), markers=(), openers=())
 def detect_tool_format(tokenizer: PreTrainedTokenizerFast) -> str | None:
     """Return the name of the format that tokenizer_config.json sets.
 
-    If the file sets none, return the first format with a marker in the chat template, or else None.
+    If the file sets none, return the first format with a marker in the chat template; None if there is none.
     """
     setting = tokenizer.init_kwargs.get(TOOL_CALL_FORMAT_KEY)
     if setting is not None and setting not in TOOL_FORMATS:

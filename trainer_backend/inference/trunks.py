@@ -20,7 +20,7 @@ _LONGER = 2
 
 
 def most_rows(slots: int) -> int:
-    """Return how many rows of full length all trunks of a cache with `slots` slots may hold together.
+    """Return the largest total size of the trunks of a cache with `slots` slots, in rows of full length.
 
     The trunk of eight siblings takes an eighth of the memory of their rows. With one slot, the result is 0.
     """

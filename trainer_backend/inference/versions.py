@@ -13,7 +13,7 @@ class ScoredPrompt(Body):
 
 
 class WeightAddress(Body):
-    """The address from which servers receive a version, as long as the learner's process has its weights."""
+    """The address from which servers receive a version, while the learner's process has this version."""
 
     host: str
     port: int
@@ -24,7 +24,7 @@ class PolicyVersion(Body):
     folder: Path
     """A whole model folder, or a folder of adapters."""
     base: Path | None = None
-    """The base model's folder if `folder` contains adapters, the same for all versions; else None."""
+    """The base model's folder if `folder` contains adapters, else None. All versions have the same base."""
     address: WeightAddress | None = None
     """Set if servers receive the weights from the learner; `folder` may then contain older weights."""
     prompt: ScoredPrompt | None = None

@@ -8,7 +8,7 @@ The engine uses these routes of the server:
     POST /start_weight_update /update_weights /finish_weight_update      new weights that the learner sends
     POST /sleep /wake_up                    frees the GPU's memory while the learner works
     GET  /version /v1/models                the release of vLLM, and the served models
-    GET  /metrics                           the number of computed tokens, if no sample has ended for long
+    GET  /metrics                           the number of computed tokens, to detect a hanging server
 
 Each load gives the server's weights a unique name. vLLM reports the names of the weights that computed a
 sample, so a sample with other weights, such as those of another run, is detected.
@@ -142,7 +142,7 @@ class _Usage(StrictReply):
 
 
 class _Sample(StrictReply):
-    """The fields that are read of a reply of /inference/v1/generate, or of one chunk of a streamed reply."""
+    """A reply of /inference/v1/generate or one chunk of a streamed reply, with only the fields used."""
 
     request_id: str | None = None
     """The id that the server gave to the request."""
@@ -162,7 +162,7 @@ class _Scores(StrictReply):
 
 
 class _Nothing(StrictReply):
-    """Any JSON object, or an empty body: the reply to a request of which only the status is read."""
+    """A reply of which only the status is read: any JSON object, or an empty body."""
 
 
 class _Release(StrictReply):
@@ -238,10 +238,10 @@ class VllmEngine(RemoteEngine):
     silence_s = 30.0
     """The time without a sign of life (an answer, a chunk, a load) after which the server is probed.
 
-    The probe is a request for one token. The server is considered hanging if the probe takes longer than this
-    time, too, and the token count in the server's metrics does not rise in that time. (While long samples
-    fill the server's queue, the count rises.) A caller that limits the time of `generate` must allow more
-    than twice this time, or a hang is not detected."""
+    The probe is a request for one token. The server is considered hanging if the probe also takes longer than
+    this time, and the token count in the server's metrics does not rise during the probe. (The count rises
+    while the probe only waits behind long samples.) A caller that limits the time of `generate` must allow
+    more than twice this time, or a hang is not detected."""
 
     def __init__(
         self,
@@ -493,7 +493,7 @@ class VllmEngine(RemoteEngine):
         await self._order("/sleep", params={"level": "2", "mode": "abort"}, timeout_s=self._wait_s)
 
     async def _wake(self, tag: Literal["weights", "kv_cache"]) -> None:
-        """Let the server allocate one kind of memory again. After the last kind, it resumes by itself."""
+        """Let the server allocate one kind of memory again. The server resumes once it has both kinds."""
         began_s = asyncio.get_running_loop().time()
         await self._order("/wake_up", params={"tags": tag})
         self.wake_s += asyncio.get_running_loop().time() - began_s
@@ -593,7 +593,7 @@ class VllmEngine(RemoteEngine):
         await self._require(_SLEEPS, "gives no memory back (inference.sleep)", hint)
 
     async def _require(self, method: str, what: str, hint: str) -> None:
-        """Refuse a server whose workers lack a method or raise in it. Its error then names the method."""
+        """Refuse a server whose error names `method`: its workers lack the method, or raise in it."""
         try:
             await self._order("/collective_rpc", json={"method": method}, timeout_s=_ENGINE_TIMEOUT_S)
         except RemoteUnavailable as error:

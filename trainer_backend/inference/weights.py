@@ -19,7 +19,7 @@ OF_AN_ADAPTER = ".lora_"
 
 
 def read_weights(source: WeightSource) -> Mapping[str, Tensor]:
-    """Return a mapping of tensors unchanged, or read the weights of a model folder from disk."""
+    """Return the tensors of a source: of a mapping, or of a model folder on disk."""
     if isinstance(source, Mapping):
         return source
     folder = Path(source)

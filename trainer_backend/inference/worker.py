@@ -1,6 +1,6 @@
 """Run the engine thread: it admits requests, prefills them, runs decode steps and delivers results.
 
-Orders of other threads, such as a swap of weights, and aborts are carried out between two steps.
+Between two steps, it carries out aborts and the orders of other threads, such as a swap of weights.
 """
 
 import math
@@ -35,7 +35,7 @@ class EngineCounters:
     prompt_tokens: int = 0
     prompt_tokens_reused: int = 0
     prompt_tokens_recomputed: int = 0
-    """Prompt tokens that were in the cache, but were computed again, since no recurrent state was kept."""
+    """Cached prompt tokens that were computed again, because no recurrent state was kept for them."""
     sampled_tokens: int = 0
     steps: int = 0
     truncated_tokens: int = 0
@@ -246,12 +246,12 @@ class EngineWorker:
         raise out_of_memory(task, running=len(self.batch.rows), max_model_len=self.batch.max_len)
 
     def _free_all(self) -> None:
-        """Free the copies of prefixes, and a paged cache; its requests wait and are computed again."""
+        """Free copies of prefixes and a paged cache; requests in this cache wait and are computed again."""
         self.batch.prefixes.drop_copies()
         self.release()
 
     def _refuse_all(self, version: int) -> None:
-        """Fail running and waiting requests. If a swap waits, requests without tokens wait for the swap."""
+        """Fail running and waiting requests; while a swap waits, let requests without tokens wait for it."""
         requests = list(self.batch.rows)
         for request in reversed(requests):
             self.batch.prefixes.unshare(request.prefix)

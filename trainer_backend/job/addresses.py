@@ -28,8 +28,8 @@ class Address:
     url: str
     """The URL to connect to."""
     name: str = ""
-    """The `host:port` that DNS resolved to this address; empty for a plain URL. It is sent as the Host
-    header, and the TLS certificate must be valid for its host."""
+    """The `host:port` whose DNS look-up gave this address; empty for a plain URL. It is sent as the Host
+    header, and the TLS certificate must be valid for this host."""
 
 
 async def look_up_host(host: str, port: int) -> Sequence[str]:

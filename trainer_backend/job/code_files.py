@@ -1,9 +1,8 @@
 """Records the SHA-256 of the files that a job's own task apps run, and refuses files that have changed.
 
-These are the files of `services.task_plugins` and of `multi_turn.interaction_config_path`. `load_job` does
-the same for the files of `job.trainer_plugins`, because it runs them. It does not read the task apps' files,
-because they may be missing where a job is only loaded: on the machine of a remote learner, or where credit is
-computed for stored rollouts.
+These are the files of `services.task_plugins` and `multi_turn.interaction_config_path`. `load_job` does not
+read them, because a machine that only loads the job, such as that of a remote learner, may lack them.
+`load_job` itself records and checks the files of `job.trainer_plugins`, because it runs these files.
 """
 
 import re
@@ -52,7 +51,7 @@ def with_files_of_now(job: JobConfig) -> JobConfig:
 
 
 def _task_files(job: JobConfig) -> Iterator[tuple[str, Any, Sequence[Path]]]:
-    """Yield for each key that names files of task apps: the key, its value in TOML, and the files."""
+    """Yield each key that names files of task apps, with its value in TOML and with the files."""
     plugins = job.services.task_plugins
     yield "services.task_plugins", [*map(str, plugins)], plugins
     path = job.multi_turn.interaction_config_path

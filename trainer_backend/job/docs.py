@@ -77,9 +77,9 @@ def _lines() -> Iterator[str]:
 
 
 def _paper_values() -> Iterator[str]:
-    """Yield the Markdown that lists, for each estimator and loss, the values of its paper.
+    """Yield Markdown that lists the values from the papers of estimators and losses.
 
-    A key that the job omits has the value of the paper.
+    If a job omits a key, the key has the value from the paper of the job's estimator or loss.
     """
     yield "## Values of papers\n"
     yield (

@@ -1,4 +1,4 @@
-"""Lists the environments that a trainer can name without asking a task app."""
+"""Lists the names of environments that the trainer knows without a request to a task app."""
 
 from collections.abc import Iterator
 

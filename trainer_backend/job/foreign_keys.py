@@ -1,8 +1,8 @@
 """Maps the keys of other systems to our keys for the same settings, so that errors can suggest our keys.
 
-A key is spelled as in its own system, and matches the end of a longer key: `rollout.n` also matches
-`actor_rollout_ref.rollout.n`, and a key without a table matches in any table. The value of an entry begins
-with our key. If the two keys differ in meaning, text after our key says how.
+Keys are spelled as in their own system. The entry for `rollout.n` also applies to longer keys that end with
+it, such as `actor_rollout_ref.rollout.n`. An entry without a table applies in any table. The value of an
+entry begins with our key. If the two keys differ in meaning, text after our key says how.
 
 Sources: verl 0.9 (`ppo_trainer.yaml`), TRL 1.16 (`GRPOConfig`, `ModelConfig`), prime-rl of 2026-08 and of
 2026-01 (`rl.toml`), and the TOML of synth-ai's launchers (trainer_backend.jobs.launcher translates that one).

@@ -72,16 +72,16 @@ class Places:
     files: Sequence[str]
     """The names of the files, in the order in which they were given."""
     owners: Mapping[str, str] = field(default_factory=dict)
-    """The place, a file or a --set, of each value and of each empty table, by dotted key. It is empty if the
-    job has only one layer."""
+    """Maps the dotted key of each value and of each empty table to its place, a file or a --set. The mapping
+    is empty if the job has only one layer."""
     idle: Sequence[str] = ()
     """A warning for each --set that removes a table which no file contains."""
 
     def of(self, *keys: str) -> str:
         """Return the places where these keys or tables were set, as one text for an error.
 
-        If none of them was set, return the places of the tables that contain them. If these were not set
-        either, or if no key is given, return all files.
+        If none of them was set, return the places of the tables that contain them. If no place is found, or
+        if no key is given, return all files.
         """
         places: list[str] = []
         while not places and any(keys):
@@ -162,15 +162,15 @@ def merge(
 ) -> tuple[dict[str, Any], Places]:
     """Merge the files, then the overrides, into one document. Return it with the place of each key.
 
-    Tables are merged key by key, at any depth. Any other later value replaces the earlier one as a whole; so
-    does an empty table inside a table of the job. The value of an override replaces even a table.
+    Tables are merged key by key, at any depth. Any other value replaces the earlier value as a whole. An
+    empty table inside a table of the job, and the value of an override, replace even a table as a whole.
 
     Args:
         overrides: texts of the form `table.key=value`. The value is parsed as TOML; if that fails, it is a
             string. `table={}` and `table.key={}` remove a table or a key of the job, as if no file had set
             it.
-        tables: the tables that a job may have, by name. If neither they nor the files contain NAME, `NAME={}`
-            adds an empty table, so that the schema reports the unknown name.
+        tables: the tables that a job may have, by name. If a NAME is in no file and not in `tables`,
+            `NAME={}` adds an empty table, so that the schema reports the unknown name.
     """
     document: dict[str, Any] = {}
     layers, idle = list(files), []
@@ -206,7 +206,7 @@ def merge(
 
 
 def _is_known(keys: Sequence[str], tables: Mapping[str, FieldInfo]) -> bool:
-    """Return whether jobs have this table or key, or accept a step-reward switch under this dotted key."""
+    """Return whether a job may have this table or key; a step-reward switch may be in several tables."""
     if any(".".join(keys) in places for places in _SWITCHES):
         return True
     if keys[0] not in tables or len(keys) > 2:
@@ -227,8 +227,8 @@ def without(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 def _lay_over(document: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     """Merge a layer into a document.
 
-    Two kinds of keys are removed from the document: alternatives to keys of the layer, and the recorded
-    SHA-256 of files that the layer names.
+    If the layer sets a key of a group in ALTERNATIVES, the other keys of the group are removed from the
+    document. If the layer names files of code, the recorded SHA-256 of these files is removed.
     """
     # A layer that names files accepts their current content, so their recorded SHA-256 is removed. A layer
     # that has only the SHA-256 values, such as the empty lists of a printed job, removes nothing.
@@ -343,7 +343,7 @@ def _text(path: Path) -> str:
 
 
 def text_that_names_its_job(path: Path) -> str | None:
-    """Return the text of a file if the file sets job.name or is not valid TOML; otherwise return None."""
+    """Return a file's text, to be sent unchanged, if it sets job.name or is not valid TOML; else None."""
     text = _text(path)
     try:
         return text if _find_home(tomli.loads(text), ("job", "name")) else None

@@ -161,7 +161,7 @@ def _parse(document: Mapping[str, Any], places: Places, *, runs_plugins: bool) -
 
 
 def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Return the TOML text to send to a trainer service, and warnings, such as about keys left out of it.
+    """Return the TOML text to send to a trainer service, and warnings, for example about omitted keys.
 
     A single file that sets job.name is sent unchanged. Otherwise the files and overrides are merged into one
     document. Paths stay as they are, unlike in `load_job`, because they are paths on the service's machine.
@@ -180,8 +180,8 @@ def text_to_send(paths: Sequence[Path], overrides: Sequence[str]) -> tuple[str, 
 def join_findings(lines: Iterable[str], count: int) -> JobError:
     """Return one error that shows the first MOST_FINDINGS lines and says how many more there are.
 
-    `count` is the number of all lines. A generator is not read beyond the lines that are shown, because each
-    line is costly to compute.
+    `count` is the number of all lines. If `lines` is a generator, only the lines that are shown are read from
+    it, because each line is costly to compute.
     """
     shown = [line[:_LONGEST_LINE] for line in islice(lines, MOST_FINDINGS)]
     if count > len(shown):
@@ -200,7 +200,7 @@ def dump_job(config: JobConfig) -> str:
 def _nulls_in_lists(
     value: Any, key: str, place: str = "", *, in_list: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """Yield for each None inside a list its key, such as `a.b`, and its exact place, such as `a.b[1].c[0]`.
+    """Yield the key and the exact place, such as `a.b` and `a.b[1].c[0]`, of each None inside a list.
 
     TOML cannot store such a None. A None outside of lists is not reported, because its key counts as absent.
     """
@@ -247,7 +247,7 @@ def _are_texts(value: Any) -> TypeGuard[list[str]]:
 
 
 def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each key of `boards`, such as `algorithm.loss`, with its value if the job has one."""
+    """Yield those keys in `boards`, such as `algorithm.loss`, that the job has, with their values."""
     for key in boards:
         table, _, field = key.partition(".")
         name = getattr(getattr(config, table), field, None)  # a table may be absent
@@ -256,7 +256,7 @@ def _names_in(config: JobConfig, boards: Iterable[str]) -> Iterator[tuple[str, s
 
 
 def _homes_of_key(key: str) -> list[str]:
-    """Return the dotted keys under which a document may set this key: three for a step-reward switch."""
+    """Return the dotted keys under which a document may set this key; a step-reward switch has three."""
     table, _, name = key.partition(".")
     is_switch = table == "training" and name in REWARD_KEYS
     return [f"{home}.{name}" for home in REWARD_HOMES] if is_switch else [key]
@@ -314,8 +314,9 @@ _SWITCHES = {"training.refill_rounds": "skip_flat_groups"}
 def _with_values_of_papers(tables: Mapping[str, Any], places: Places) -> dict[str, Any]:
     """Fill in keys that the job omits with the values from the papers of its estimator and its loss.
 
-    So the resolved job shows every value that takes effect. A key of `_SWITCHES` is not filled in if the job
-    sets its switch to false. Wrong tables and names are skipped here, and the validation reports them later.
+    So the resolved job shows every value that takes effect. If a key has no effect because the job sets its
+    boolean key in `_SWITCHES` to false, it is not filled in. Wrong tables and names are skipped here, because
+    the validation reports them later.
 
     Raises:
         JobError: the two papers give different values to a key that the job omits.
@@ -367,7 +368,7 @@ def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 def read_table(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
     """Return a copy of a table, or an empty dict if the table is absent.
 
-    Raises JobError if the value is not a table. `inside` is a prefix for its name there, such as `training.`.
+    Raises JobError if the value is not a table. The error puts `inside`, such as `training.`, before the name.
     """
     table = tables.get(name, {})
     if not isinstance(table, dict):
@@ -397,7 +398,7 @@ def _findings(error: ValidationError, document: Mapping[str, Any]) -> Iterator[t
 def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the path of each key in a table, at any depth.
 
-    For a table that is empty, or that has another name here, yield the path of the table itself.
+    If a table is empty, or if `find_our_key` finds a name of ours for it, yield the path of the table itself.
     """
     if not table or find_our_key(".".join(path)):
         yield path
@@ -407,9 +408,9 @@ def _keys_in(path: list[str], table: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _other_names(path: Sequence[str]) -> list[str]:
-    """Return the key of ours, if any, that an unknown key stands for.
+    """Return our key that an unknown key probably stands for, as a list with at most one item.
 
-    Either the end of the unknown key is a key of ours, or the unknown key is that of another system.
+    Either the unknown key ends with this key of ours, or it is another system's key for the same setting.
     """
     for start in range(1, len(path) - 1):
         home = _model_at(JobConfig, path[start:-1])
@@ -456,9 +457,9 @@ def _explain_unknown(path: Sequence[str], dotted: str, keys: Collection[str]) ->
 
 
 def _document_path(place: Sequence[int | str], document: Any) -> list[str]:
-    """Return the path of a finding in the document.
+    """Return the path in the TOML document for the place (`loc`) of a pydantic error.
 
-    pydantic sees a single [rollout_only] as a list with one table; its index in this list is left out.
+    pydantic sees a single [rollout_only] as a list with one table. Its index is left out, as in the TOML.
     """
     path = []
     for part in place:

@@ -1,6 +1,6 @@
 """The tables [rollout_only] and [rollout_allocation_schedule] of a job: fixed policies, and when they sample.
 
-Where source 4 defines a key or a name, it is used unchanged (docs/mixture.md).
+Keys and names that source 4 defines are used unchanged (docs/mixture.md).
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class TrainedSamplingKeys(SamplingKeys):
     """Sampling options of training rollouts. The bounds exclude greedy and nearly uniform sampling."""
 
     temperature: float = Field(
-        default=1.0, gt=0.0, le=10.0, description="sampling temperature; that of [rollout] is also trained"
+        default=1.0, gt=0.0, le=10.0, description="sampling temperature; training uses that of [rollout]"
     )
 
 
@@ -43,8 +43,8 @@ class FixedPolicyKeys(Table):
     """name of this policy in metrics, and last part of `model` in stored rollouts. Each fixed policy needs a
     name of its own"""
     model_path: Path | None = None
-    """a model folder, or a run directory, whose best checkpoint is used, or its newest if none is marked as
-    best. A table with neither model_path nor inference_url is inactive"""
+    """a model folder or a run directory. In a run directory, the best checkpoint is used, or the newest if
+    none is marked as best. A table with neither model_path nor inference_url is inactive"""
     inference_url: str | None = Field(default=None, repr=False)
     """instead of model_path: URL of an OpenAI-compatible server that returns token ids and log-probs"""
     model: str | None = Field(default=None, min_length=1, max_length=500)
@@ -64,10 +64,10 @@ class RolloutOnlyTable(FixedPolicyKeys):
     """with several fixed policies: how often this policy is chosen, in proportion to the weights of the
     others"""
     objective: ObjectiveKind = "decoupled"
-    """loss for the samples of this policy (docs/mixture.md). decoupled: the job's loss, clipped around the
-    weights before the update, times a truncated importance weight; single_ratio: the job's loss, with the
-    ratio to the fixed policy inside the clip and no weight; reinforce: the policy gradient with a truncated
-    importance weight and no clip"""
+    """loss for the samples of this policy (docs/mixture.md). decoupled: the job's loss with the ratio to the
+    policy before the update, times a truncated importance weight; single_ratio: the job's loss with the ratio
+    to the fixed policy, without a weight; reinforce: the policy gradient times a truncated importance weight,
+    without a clip"""
     baseline: Baseline = "shared"
     """siblings with which an estimator compares the episodes of this policy. shared: all siblings;
     per_policy: only those that this policy played"""
@@ -113,36 +113,36 @@ class RolloutOnlyTable(FixedPolicyKeys):
 
 
 class AllocationTable(PlugTable):
-    """[rollout_allocation_schedule]: the probability (alpha) that the actor samples, in each iteration.
+    """[rollout_allocation_schedule]: decides whether the actor or a fixed policy samples.
 
-    Otherwise a fixed policy samples. A step of the schedule is an iteration.
+    The actor samples with probability alpha, which may change in each iteration (a step of the schedule).
     """
 
     boards = ("rollout_allocation_schedule.type",)
 
     type: str = "constant"
     """how alpha, the probability that the actor samples, changes from step to step; a step is an iteration.
-    Each type reads keys of its own; the meaning of such a key begins with its type (docs/mixture.md)"""
+    A key that only some types read has a meaning that begins with these types (docs/mixture.md)"""
     alpha: float | None = Field(default=None, ge=0, le=1)
     """constant: the probability that the actor samples"""
     alpha_0: float | None = Field(default=None, ge=0, le=1)
-    """linear: alpha at step 0, before the first iteration; adaptive: alpha until both the actor and fixed
-    policies have finished episodes"""
+    """linear: alpha at step 0, before the first iteration; adaptive: alpha until outcomes of both the actor
+    and fixed policies are known"""
     beta: float | None = Field(default=None, ge=0)
     """linear: increase of alpha per step"""
     min_alpha: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="adaptive: lower bound of alpha, reached while a fixed policy is as far ahead as it ever "
-        f"was and its samples count in full; absent: {MIN_ALPHA:g}",
+        description="adaptive: lower bound of alpha, which has this value while the lead of the fixed "
+        f"policies is as large as ever before and their samples count in full; absent: {MIN_ALPHA:g}",
     )
     max_alpha: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description=f"linear, adaptive: upper bound of alpha; absent: {MAX_ALPHA:g}. Below 1, adaptive "
-        "keeps testing fixed policies that it has left",
+        description=f"linear, adaptive: upper bound of alpha; absent: {MAX_ALPHA:g}. If it is below 1, "
+        "adaptive still tests fixed policies that are no better than the actor",
     )
     gamma: float | None = Field(default=None, ge=0)
     """exponential: alpha = 1 - exp(-gamma * step)"""
@@ -154,7 +154,7 @@ class AllocationTable(PlugTable):
         default=None,
         ge=1,
         le=10_000,
-        description=f"adaptive: number of past iterations that it uses; absent: {WINDOW}",
+        description=f"adaptive: number of past iterations over which it takes means; absent: {WINDOW}",
     )
     unit: MixingUnit = "iteration"
     """the part for which one policy is drawn: an iteration, a group, or a single rollout"""

@@ -1,6 +1,6 @@
 """Tables of a job whose keys are read by plug-ins (estimators, losses ...), built-in ones or others.
 
-A plug-in NAME reads the keys that TABLE does not declare from `[TABLE.NAME]`.
+If a plug-in NAME reads keys that the table TABLE does not declare, a job sets them in `[TABLE.NAME]`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,8 +24,8 @@ Keys = TypeVar("Keys", bound=Table)
 class PlugTable(Table, extra="allow"):
     """A table whose keys are read by plug-ins.
 
-    If the validation's context has `looks_only`, the job's own plug-ins are not loaded. Then `[TABLE.NAME]`
-    of an unknown name may contain any keys.
+    If `looks_only` is true in the validation's context, the job's own plug-ins are not loaded. In this case,
+    `[TABLE.NAME]` may contain any keys if NAME is unknown.
     """
 
     # The keys, such as algorithm.loss, that choose the plug-ins that read this table.
@@ -76,7 +76,7 @@ class PlugTable(Table, extra="allow"):
 
 
 def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str]]:
-    """Yield `TABLE.NAME` and a sentence for each value that the class of keys of a chosen plug-in refuses.
+    """Check the chosen plug-ins' keys; yield `TABLE.NAME` and a sentence for each value that is refused.
 
     Args:
         tables: the tables of the job, by name.
@@ -97,7 +97,7 @@ def find_refused_keys(tables: Mapping[str, Table | None]) -> Iterator[tuple[str,
 def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str, str, str]]:
     """Find each `[TABLE.NAME]` that nothing reads, because the job does not choose the plug-in NAME.
 
-    Yields for each the key that chooses a plug-in, such as algorithm.loss; `TABLE.NAME`; and a sentence.
+    Yields tuples: the key that chooses a plug-in, such as algorithm.loss; `TABLE.NAME`; and a sentence.
     """
     chosen: dict[tuple[str, str], str] = {}
     for board in OPEN_BOARDS:
@@ -114,7 +114,7 @@ def find_unread_tables(tables: Mapping[str, Table | None]) -> Iterator[tuple[str
 
 
 def own_tables(table: type[BaseModel]) -> Iterator[tuple[str, type[Table], list[str]]]:
-    """Yield NAME for each plug-in that reads a `[TABLE.NAME]`, its class of keys, and the keys read there."""
+    """Yield the name of each plug-in that reads a `[TABLE.NAME]`, its class of keys, and the table's keys."""
     if not issubclass(table, PlugTable):
         return
     for board in table.boards:

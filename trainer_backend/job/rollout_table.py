@@ -48,7 +48,7 @@ def refuse_keys(set_elsewhere: Mapping[str, str]) -> AfterValidator:
 
 
 def refuse_repeats(rule: str) -> AfterValidator:
-    """Return a validator that refuses seeds if one occurs twice. The error ends with `rule`."""
+    """Return a validator that refuses repeated seeds; its error ends with `each world`, then `rule`."""
 
     def check(seeds: tuple[int, ...]) -> tuple[int, ...]:
         duplicates = [seed for seed, count in Counter(seeds).items() if count > 1]
@@ -80,8 +80,8 @@ class EpisodesKeys(LimitKeys, PlayKeys):
     """Which episodes are played, and how many."""
 
     seeds: Annotated[tuple[Seed, ...], refuse_repeats("comes once in an epoch")] = ()
-    """seeds of the only worlds for training and warm-up, in a new order in each epoch; absent: always new
-    worlds"""
+    """seeds of the only worlds that training and warm-up play; each epoch plays all of them in a new order;
+    absent: always new worlds"""
     state_keys: tuple[str, ...] = Field(default=(), max_length=7)
     """state keys to store with each decision, so that `turnwise recredit` can use them (docs/configuration.md
     lists them). The state key that the job's estimator uses is always stored"""
@@ -98,8 +98,8 @@ class RolloutTable(TrainedSamplingKeys, EpisodesKeys):
     """maximum number of tokens that are sampled for a decision"""
     allow_truncated_sampling: bool = Field(
         default=False,
-        description=f"allow truncation ({', '.join(TRUNCATING)}) in training rollouts; the lost mass is not "
-        "trained",
+        description=f"allow truncation ({', '.join(TRUNCATING)}) in training rollouts, although training "
+        "still counts the probability of tokens that are then never sampled",
     )
 
     @property
@@ -151,21 +151,21 @@ class DataTable(Table):
     split: str = Field(default="train", min_length=1)
     """name of the split to train on. If `path` is a single file, its rows get this name"""
     evaluation_path: Path | None = None
-    """file or folder with the held-out rows; absent: the one of `path`"""
+    """file or folder with the held-out rows; absent: they are in `path`"""
     evaluation_split: str | None = Field(default=None, min_length=1)
-    """name of the split with the held-out rows; absent: `test`, if evaluation_path is given"""
+    """name of the split with the held-out rows; if only evaluation_path is given: `test`"""
     held_out_share: float | None = Field(default=None, gt=0, lt=1)
-    """instead of evaluation_path and evaluation_split: hold out about this share of the rows of `split`. A
-    hash of held_out_seed and the row's `id` decides for each row; if the row has no `id`, a hash of
-    held_out_seed with its prompt and document"""
+    """instead of evaluation_path and evaluation_split: hold out about this share of the rows of `split`.
+    Whether a row is held out depends on a hash of held_out_seed and the row's `id`. If the row has no `id`,
+    its prompt and document are hashed instead"""
     held_out_seed: int = Field(default=0, ge=0, lt=2**31)
     """seed for the choice of held-out rows; jobs with the same data and the same seed hold out the same
     rows"""
     shuffle: bool = True
     """play the rows in a new random order in each epoch; false: in the order of the file"""
     interaction: InteractionName | None = None
-    """name of the interaction (simulated user) for rows that name none. Its arguments are those of the row;
-    if the row has none, they are `query` (the row's question) and `ground_truth`"""
+    """name of the interaction (simulated user) for rows that name none. It gets the arguments in the row. If
+    the row has none, its arguments are `query` (the row's question) and `ground_truth`"""
 
     @property
     def held_out(self) -> str:
@@ -207,7 +207,7 @@ class MultiTurnTable(ConversationKeys, InteractionKeys):
         return min(max_turns, self.max_assistant_turns or max_turns)
 
     def for_requests(self) -> MultiTurn:
-        """Return the keys that every rollout request contains; if `enable` is false, with their defaults."""
+        """Return the keys that every rollout request contains; they have defaults if `enable` is false."""
         if not self.enable:
             return MultiTurn()
         return MultiTurn(**self.model_dump(include=set(MultiTurn.model_fields)))

@@ -94,7 +94,7 @@ def field_at(key: str) -> FieldInfo:
 
 
 def is_key(key: str) -> bool:
-    """Return whether the table of this dotted key declares it. Raises KeyError if jobs have no such table."""
+    """Return whether a dotted key is declared by its table. Raises KeyError if jobs have no such table."""
     table, _, name = key.partition(".")
     return name in table_model(JobConfig.model_fields[table]).model_fields
 
@@ -150,7 +150,7 @@ class Term:
     values: tuple[object, ...] = ()
     is_negated: bool = False
     shown: str = ""
-    """How an error names what was found; if empty, by the first key and its value."""
+    """Text for what was found, in an error. If it is empty, the error names the first key and its value."""
     needs: Need = "toml"
 
     def __str__(self) -> str:
@@ -198,9 +198,9 @@ def never(*terms: Term, why: str, kind: Kind = "refusal") -> Rule[JobConfig]:
 
 
 def join_words(parts: Iterable[str]) -> str:
-    """Join phrases on what a job has and what it lacks to `a with b and c without d or e`.
+    """Join phrases about what a job has and what it lacks, as in `a with b and c without d or e`.
 
-    Phrases on what it lacks begin with "without ", and come last.
+    A phrase about what it lacks begins with "without ". These phrases come last in the result.
     """
     first, *others = parts
     there = [part for part in others if not part.startswith(_WITHOUT)]

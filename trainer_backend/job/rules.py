@@ -521,7 +521,7 @@ def _unlike_papers(config: JobConfig) -> Iterator[str]:
 
 
 def to_find(facts: object) -> bool:
-    """Return False: the `holds` of each rule whose `sentence` finds out itself whether the job breaks it."""
+    """Return False; serves as `holds` of a rule whose `sentence` checks itself if the job breaks the rule."""
     return False
 
 
@@ -622,9 +622,9 @@ def all_rules() -> tuple[Rule[JobConfig], ...]:
 
 
 def not_read_rules(config: JobConfig) -> Iterator[Rule[JobConfig]]:
-    """Yield a rule for each key that the job's estimator, loss ... does not read, but another one would.
+    """Yield a rule for each key that the job's estimator, loss ... does not read, but another one reads.
 
-    The second key of each rule is the one that makes the choice, such as algorithm.advantage.
+    The second key of each rule is the key that chooses the estimator, loss ..., such as algorithm.advantage.
     """
     for board in READ_BY:
         name = Case(config).value(board)

@@ -84,8 +84,8 @@ class ServicesTable(Table):
     changed since"""
     gymnasium_modules: tuple[Module, ...] = Field(default=(), max_length=64)
     """modules that register environments with gymnasium; the task app that the job starts imports them. If
-    this key or one of the next six is absent, the task app's environment variable is used instead, here
-    TURNWISE_GYMNASIUM_MODULES (docs/foreign.md)"""
+    this key is absent, the environment variable TURNWISE_GYMNASIUM_MODULES is used instead; each of the next
+    six keys also has such a variable (docs/foreign.md)"""
     verifiers_modules: tuple[Module, ...] = Field(default=(), max_length=64)
     """modules with tasksets of verifiers, which the task app that the job starts may play as
     `verifiers:MODULE`"""
@@ -151,9 +151,8 @@ class ClusterTable(Table):
     """with launcher = 'ray': address of Ray's head node, such as `host:6379`; auto: the head node is this
     machine"""
     wait_s: float = Field(default=600.0, gt=0, le=604_800)
-    """seconds that a run may wait at its start, and again each time that a process is lost. With launcher =
-    'external' it waits for the learner at `learner.url`; with launcher = 'ray', for a node with free
-    resources"""
+    """seconds that a run may wait at its start, and after each loss of a process. With launcher = 'external',
+    it waits for the learner at `learner.url`; with launcher = 'ray', for a node with free resources"""
 
     @field_validator("ray_address")
     @classmethod
@@ -192,9 +191,9 @@ class LearnerTable(Table):
         default=600.0,
         gt=0,
         le=86_400,
-        description="seconds that the learner may be silent in a call, of which the warm-up alone reports "
-        "progress, and that a rank waits for the others in a collective. Loading a model may always take "
-        f"3600, and the ranks' joining {RANKS_JOIN_S:g}",
+        description="seconds that a call of the learner may take without a report of progress, and that a "
+        "rank waits for the others in a collective. Loading a model may always take 3600 s, and the ranks "
+        f"may always take {RANKS_JOIN_S:g} s to find each other",
     )
     max_restarts: int = Field(default=3, ge=0, le=1000)
     """maximum number of times that a run continues from its newest checkpoint after it lost the learner's

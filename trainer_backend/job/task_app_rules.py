@@ -15,7 +15,7 @@ from trainer_backend.plugins import estimator
 
 @dataclass(frozen=True)
 class Played:
-    """What these rules are checked for: a task app's answers about an environment, and tables of the job."""
+    """The facts that these rules check: a task app's answers about an environment, and tables of the job."""
 
     rollout: RolloutTable
     multi_turn: MultiTurnTable

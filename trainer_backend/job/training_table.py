@@ -69,8 +69,8 @@ class LoopKeys(Table):
     micro_batch_tokens: int | None = Field(
         default=None,
         ge=64,
-        description="tokens per forward and backward pass; gradients are accumulated over a step; absent: on "
-        f"a CPU {MICRO_BATCH_TOKENS}, which fit its cache, on a GPU as many as fit its memory by the plan",
+        description="number of tokens in a forward and backward pass; a step adds up its passes' gradients. "
+        f"Absent: on a CPU {MICRO_BATCH_TOKENS}, which fit its cache; on a GPU as many as fit its memory",
     )
     share_prefixes: bool = True
     """compute only once what several segments have in common at their beginning, such as the rules and tools
@@ -92,9 +92,9 @@ class LoopKeys(Table):
     mismatch_limit: float | None = Field(
         default=None,
         gt=0,
-        description="nats; the run ends if the log-prob of an actor's token differs by more between sampler "
-        f"and learner, which have the same weights; absent: {MISMATCH_LIMIT_FLOAT32:g} in float32, "
-        f"{MISMATCH_LIMIT_LOW:g} where products are bfloat16",
+        description="limit in nats for the difference between the log-probs that sampler and learner compute "
+        "for a token of the actor with the same weights. If it is exceeded, the run ends. "
+        f"Absent: {MISMATCH_LIMIT_FLOAT32:g} in float32, {MISMATCH_LIMIT_LOW:g} where products are bfloat16",
     )
     target_kl: float | None = Field(default=None, gt=0)
     """limit in nats for the KL between the policy and the policy at the start of the iteration, as a mean
@@ -118,7 +118,7 @@ class LoopKeys(Table):
 
     @property
     def micro_batch(self) -> int:
-        """The number of tokens per forward and backward pass. A learner takes it from its memory plan."""
+        """The number of tokens in a forward and backward pass: micro_batch_tokens or its default on a CPU."""
         return self.micro_batch_tokens or MICRO_BATCH_TOKENS
 
 
@@ -130,7 +130,7 @@ class RunKeys(Table):
     checkpoint_every: int = Field(default=5, ge=1)
     """number of iterations between checkpoints; there is also one at each evaluation"""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """number of the newest checkpoints to keep, without those of recovery_every; the best checkpoint and
+    """number of the newest checkpoints to keep; those of recovery_every do not count. The best checkpoint and
     iteration_0 are kept in any case"""
     recovery_every: int = Field(default=1, ge=0)
     """number of iterations between additional checkpoints, each of which is deleted after the next checkpoint
@@ -181,8 +181,8 @@ class LoraTable(Table):
     """the output of an adapter is scaled by alpha / rank"""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """dropout probability for the input of each adapter. It is applied only when gradients are computed.
-    Ratios and KL are computed without dropout, which takes another forward pass in each step of an iteration
-    but the first"""
+    Ratios and KL are computed without dropout, so each step except the first of an iteration needs another
+    forward pass"""
     target_modules: tuple[str, ...] = Field(default=(ALL_LINEAR,), min_length=1)
     """names of the layers that get an adapter; all-linear: every linear layer except the head"""
 
@@ -217,8 +217,8 @@ class AdvantageKeys(Table):
     """name of the policy's loss. Keys that the job omits have the values of the loss's paper, if it has
     one"""
     ratio_level: RatioLevel = "token"
-    """ratio of a token to the policy before the update. token: the token's own ratio; decision, episode: the
-    geometric mean of the ratios of all tokens of its decision or its episode"""
+    """which ratio to the policy before the update the loss uses for a token. token: the token's own ratio;
+    decision, episode: the geometric mean of the ratios of all tokens of its decision or its episode"""
 
 
 class AlgorithmTable(

@@ -36,7 +36,7 @@ _STREAM = "/jobs/{job_id}/events"
 
 
 class TrainerApp(FastAPI):
-    """A FastAPI app whose `front` receives each request; wrap `front` to add guards before its middleware."""
+    """A FastAPI app that sends each request to `front`; wrap `front` to add guards before all middleware."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -1,9 +1,9 @@
 """`turnwise backup` and `turnwise restore`: save and restore a service's jobs and runs as one archive.
 
 The archive is a tar file. Its file `jobs.jsonl` contains the rows of the jobs, and its folder `runs/` the run
-directories, from which the rest of the store is rebuilt. A backup reads the jobs before the runs. A run that
-is newer than its job is updated in the store by the next sync, but a job that is newer than its run would
-refer to missing files.
+directories, from which the rest of the store is rebuilt. A backup reads the jobs first and then the runs,
+because a job that was read after its run might refer to files that the archive lacks. If a run changes after
+its job was read, the next sync updates the job.
 """
 
 import json

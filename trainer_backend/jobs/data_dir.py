@@ -96,7 +96,7 @@ class DataDir:
 
 
 def _refuse_to_overwrite(path: Path) -> None:
-    """Raise RunDirectoryError if a folder contains more than a killed `create_run` leaves."""
+    """Raise RunDirectoryError if a folder contains anything but what an interrupted `create_run` leaves."""
     for entry in sorted(path.iterdir()) if path.is_dir() else ():
         partial = entry.name in _PARTIAL_FILES or entry.suffix == ".tmp"  # a file that was being written
         if partial or (entry.name in _PARTIAL_FOLDERS and not any(entry.iterdir())):
@@ -192,8 +192,8 @@ _LOOK_S = 60.0
 def forget_job(store: Store, data: DataDir, job: Job, *, files: bool) -> None:
     """Remove an ended or paused job from the store.
 
-    With `files`, its run directory is moved to the trash; otherwise it is marked, and the watcher ignores it.
-    A run of `turnwise train` can be removed only after its directory was deleted.
+    With `files`, the run directory is moved to the trash. Without, it is marked, so that the watcher ignores
+    it. Raises JobConflict for a run of `turnwise train` whose directory still exists.
     """
     refuse_unended(job)
     path = None if job.run_dir is None else Path(job.run_dir)

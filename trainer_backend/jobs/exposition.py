@@ -71,7 +71,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 
 def _run_metrics(jobs: Iterable[tuple[Job, Mapping[str, Mapping[str, Any]]]]) -> Iterator[Metric]:
-    """Yield jobs' last metrics as gauges: `a/b` as turnwise_trainer_a_b, and under other systems' names."""
+    """Yield jobs' last metrics as gauges, by our name (turnwise_trainer_a_b for `a/b`) and other systems'."""
     families = _Families()
     for job, rows in jobs:
         for kind, row in rows.items():

@@ -132,7 +132,7 @@ def list_paths(config: JobConfig) -> Iterator[tuple[str, Path]]:
 def _fill_in(document: dict[str, Any], bounds: Bounds) -> None:
     """Fill in the operator's addresses, run folder and plug-ins where the job has no value or the default.
 
-    Defaults are replaced because the job.toml of a run and the output of `turnwise check --all` contain them.
+    A default counts as no value, because a run's job.toml and `turnwise check --all` write all defaults.
     """
     services = copy_table(document, "services")
     if services.get("gateway_host") == ServicesTable().gateway_host:
@@ -220,7 +220,7 @@ def _find_forbidden(config: JobConfig, bounds: Bounds) -> Iterator[str]:
 
 
 def refuse_task_app(url: str, bounds: Bounds) -> str | None:
-    """Return why the service's key may not be sent to a task app, or None. Loopback is no exception."""
+    """Return why the service's key may not be sent to a task app, even on loopback; None if it may."""
     if url.rstrip("/") in bounds.task_urls:
         return None
     allowed = ", ".join(sorted(bounds.task_urls)) or "none"
@@ -408,7 +408,7 @@ _MOST_CHARACTERS = 2 << 20
 
 
 def find_line(message: str, lines: Mapping[str, int]) -> int | None:
-    """Return the line of the first key in a message, or, if the text lacks the key, the line of its table."""
+    """Return the line of the first known key that a message names. For an unknown key, its table counts."""
     for dotted in _DOTTED.findall(message):
         name = dotted
         while name and name not in lines:
@@ -421,8 +421,8 @@ def find_line(message: str, lines: Mapping[str, int]) -> int | None:
 def list_lines(text: str) -> dict[str, int]:
     """Return the first line of each dotted key and each table of a valid TOML text, counted from 1.
 
-    Lines are joined into a statement (a header, or a key with its value) until it parses as TOML. After its
-    first line, a statement is parsed again only at a line that can close a list, a table or a string.
+    Lines are joined until they parse as a statement: a header, or a key with its value. To save time, a
+    further line is joined without parsing unless it can close a list, a table or a string.
     """
     lines: dict[str, int] = {}
     table, statement, begin, characters = "", "", 1, 0

@@ -33,14 +33,14 @@ def job_command(run_dir: Path) -> Sequence[str]:
 
 class JobProcess(Child):
     log_start = 0
-    """The size of process.log when this process was started; its own output follows."""
+    """The size of process.log when this process was started. The output of this process begins there."""
     stopping: "asyncio.Task[bool] | None" = None
-    """Started by `stop`: waits for the process to end, and returns whether it had to be killed."""
+    """The task that `stop` starts: it ends the process, and returns whether a kill was needed."""
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM, unless an earlier call did: the process saves its finished work and ends.
+        """Send SIGTERM, unless an earlier call did. The process then saves its finished work and ends.
 
-        A task kills the process after `grace_s` seconds, even while the caller waits for a hanging store.
+        If it has not ended after `grace_s` seconds, a task kills it; the caller does not wait for this.
         """
         self.stopping = self.stopping or asyncio.ensure_future(self.end(grace_s))
 
@@ -58,7 +58,7 @@ def without_secrets(config: str = "", environ: Mapping[str, str] = os.environ) -
 async def start_process(
     run_dir: Path, environment: Mapping[str, str], *, command: Command = job_command
 ) -> JobProcess:
-    """Start the process of a job. It ends when this process ends, if not before."""
+    """Start the process of a job. It also ends when this process ends."""
     with (run_dir / PROCESS_LOG).open("ab") as log:
         start = log.tell()  # before the new process moves this position
         process = await JobProcess.start(command(run_dir), stdout=log, stderr=log, env=environment)
@@ -84,7 +84,7 @@ def last_words(job: Job, process: JobProcess) -> Ending:
 
 
 def record_death(job: Job, ending: Ending) -> None:
-    """Write why a process failed to the run's state.json and run.log, unless the process itself has."""
+    """Write why a process failed to state.json and run.log, unless the process wrote its end there itself."""
     wrote = ending.state is not None and ending.state.state in FINAL
     if job.run_dir is None or wrote or ending.exit_code == DONE or is_stop(ending.exit_code):
         return

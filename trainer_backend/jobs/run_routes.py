@@ -117,9 +117,9 @@ class Piece:
 
 
 def read_piece(path: Path, offset: int, *, last: bool = False) -> Piece:
-    """Read lines from `offset` on: the first MOST_BYTES of them, or with `last` the last MOST_BYTES.
+    """Read lines from `offset` on: the first MOST_BYTES, or with `last` the last MOST_BYTES.
 
-    If the file is shorter than `offset`, read from its start.
+    A first line longer than MOST_BYTES is read whole. If `offset` is beyond the end, read from the start.
     """
     try:
         with path.open("rb") as file:

@@ -22,7 +22,7 @@ class Slot:
 
     process: JobProcess | None = None
     is_counted: bool = False
-    """Whether the job's `attempt` already includes the next start, as after `jobs.claim`."""
+    """Whether `attempt` in the job's row already counts the next start, because `jobs.claim` raised it."""
     ending: Ending | None = None
     """How the process ended, until the outcome is stored."""
     not_before_s: float = 0.0
@@ -34,7 +34,7 @@ class Slot:
     iteration: int = 0
     """The last iteration that was finished when the process last ended."""
     faults: int = 0
-    """How many of the `crashes` an error of the job's data or of code caused."""
+    """The number of `crashes` that were caused by an error in the job's data or in code."""
 
     @property
     def lives(self) -> bool:
@@ -57,10 +57,10 @@ Result = TypeVar("Result")
 
 
 class Line:
-    """Runs calls that may hang in a database or network disk on its own thread, each with a deadline.
+    """Runs calls to the database or a network disk, which may hang, on its own thread with a deadline.
 
-    A thread that hangs cannot be ended. Each component therefore has its own Line: a hanging call delays only
-    later calls of the same component, and each of them only until its deadline.
+    A thread that hangs cannot be ended. Each component therefore has its own Line, so that a hanging call
+    delays only later calls of the same component, and none of them beyond its own deadline.
 
     Args:
         shown: the store's address for messages.

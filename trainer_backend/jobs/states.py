@@ -40,7 +40,7 @@ class Ending:
     code: str | None = None
     """The code of the error that prevented the start; None: the process started."""
     faults: int = 0
-    """How many of the `crashes` an error of the job's data or of code caused."""
+    """The number of `crashes` that were caused by an error in the job's data or in code."""
     last_line: str = ""
     """The last printed line, or the line with which Python reports a crash; may be empty."""
 

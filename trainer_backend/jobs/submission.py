@@ -30,7 +30,7 @@ class Submission:
     content: bytes | Mapping[str, Any]
     """The unparsed body of the request, or the tables of a job."""
     digest: str
-    """Digest of the body. An Idempotency-Key that is sent again with another body is refused."""
+    """Digest of the body. A repeated Idempotency-Key is refused if the digest differs."""
     tags: Mapping[str, Any] = field(default_factory=dict)
     """Tags that override the job's own tags of the same name."""
     media_type: str = ""
@@ -91,7 +91,7 @@ async def submit(
 
 
 async def apply_verb(service: Service, verb: Verb, job: Job) -> Job:
-    """Store a pause, resume or cancel in a job's row, which the supervisor follows; return the row."""
+    """Store a pause, resume or cancel in a job's row, where the supervisor reads it; return the row."""
     refuse_foreign(service, job)
     now = service.store.clock()
     row = await service.line.ask(
@@ -130,7 +130,7 @@ class JobsForPages:
 
 
 def _encode(text: str) -> bytes:
-    """Encode a form's text. A lone surrogate becomes bytes that the check of the job refuses as no UTF-8."""
+    """Encode a form's text. A lone surrogate becomes invalid UTF-8, which the check of the job refuses."""
     return text.encode("utf-8", "surrogatepass")
 
 

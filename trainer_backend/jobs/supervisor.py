@@ -1,8 +1,8 @@
 """The supervisor starts, watches and restarts the processes of jobs, up to the allowed number at a time.
 
 It works in rounds. Each round compares the jobs' rows in the store with the running processes, and acts on
-the differences. Thus the order of events does not matter, and the next round completes a round that was
-interrupted, also by a restart of the service.
+the differences. Thus the order of events does not matter. If a round is interrupted, the next round completes
+its work, even after a restart of the service.
 """
 
 import asyncio

@@ -60,7 +60,7 @@ class News:
         self._wake()
 
     async def wait(self, job_id: str, count: int, *, at_most_s: float) -> bool:
-        """Wait until a job has changed since `count`; return whether it has within `at_most_s` seconds."""
+        """Wait at most `at_most_s` seconds until a job has changed since `count`; return whether it has."""
         try:
             async with asyncio.timeout(at_most_s):
                 while self._counts[job_id] == count and not self.closed:
@@ -200,7 +200,7 @@ class Watcher:
         return rows
 
     def _boundary(self, row: Job) -> bool:
-        """Return whether a job has changed. Log an unforeseen error, and let the look continue."""
+        """Return whether a job has changed. Log an unforeseen error; it does not affect other jobs."""
         try:
             return self._has_news(row)
         except StoreUnavailable:
@@ -280,7 +280,7 @@ class Watcher:
 
 
 def _external_job(path: Path, home: str) -> Job:
-    """Return a new row for a run. Its job.toml is not validated: it may contain another version's keys."""
+    """Return a new row for a run of `turnwise train`. A job.toml of another version is accepted too."""
     run = open_run(path)
     try:
         text = read_text(path / "job.toml")

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA) of a model, inserted by `peft`. Only this module imports all of peft.
+"""Low-rank adapters (LoRA) of a model, inserted by `peft`.
 
-The contribution of an adapter is added to that of the base in float32, and only the sum is rounded. This
-holds in updates, in the inference engine and in merged checkpoints.
+An adapter's contribution is added to the base model's contribution in float32, and only the sum is rounded.
+This holds in updates, in the inference engine and in merged checkpoints.
 """
 
 import warnings
@@ -37,7 +37,7 @@ from trainer_backend.models.origin import plain_name, read_origin
 
 
 class Adapter:
-    """The low-rank adapters of one model. peft replaces layers of the model, but keeps its class."""
+    """The low-rank adapters of one model. peft replaces layers of the model, but not the model's class."""
 
     def __init__(self, wrapped: PeftModel) -> None:
         wrapped.eval()  # peft's modules begin in training mode
@@ -117,7 +117,7 @@ class Adapter:
 
     @contextmanager
     def replaced(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let the model use `weights` as its adapters inside the context, such as those of the reference."""
+        """Use `weights` as the model's adapters inside the context, such as those of the reference."""
         trained = [(self._model.get_parameter(name), tensor) for name, tensor in weights.items()]
         own = [parameter.data for parameter, _ in trained]
         try:
@@ -132,7 +132,7 @@ class Adapter:
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """Return all weights, adapters merged, in float32 on the CPU, named as in the model without peft."""
+        """Return all weights with merged adapters, float32 on the CPU, named as in the model without peft."""
         return {name: self.merged_in(name, tensor) for name, tensor in self.under().items()}
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ class Adapter:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Round the base weights as a resumed run will compute them; called after the warm-up, before RL.
+        """Make the base weights equal to those of a resumed run; called after the warm-up, before RL.
 
         A resumed run loads the merged weights of iteration_0 and subtracts the adapters
         (`adapter_folder.take_out`), which may change a float32 weight in its last bit. Adding and subtracting

@@ -1,6 +1,6 @@
 """Reads and writes the adapters of a checkpoint in peft's file layout.
 
-peft, whose import takes half a second, is imported only by `read_settings`.
+Only `read_settings` imports peft, because the import takes half a second.
 """
 
 import json
@@ -62,8 +62,8 @@ def _find_adapted_weight(model: PreTrainedModel, layer: str, settings: "LoraConf
     """Return the name of the weight, in a model without peft, to which the stored adapter `layer` belongs.
 
     The experts of a layer are several tensors of one module. peft wraps this module once for each adapted
-    tensor, and the wrapper of the last tensor is the outermost. So the number of ".base_layer" in `layer`
-    determines the tensor.
+    tensor, and the wrapper of the last tensor is the outermost. The name `layer` contains ".base_layer" once
+    for each wrapper further outside, so this number determines the tensor.
     """
     name = plain_name(layer)
     own = (f"{name}.{part}" for part, _ in model.get_submodule(name).named_parameters(recurse=False))
@@ -104,9 +104,9 @@ def read_settings(folder: Path) -> "LoraConfig":
 
 
 def rename_for_wrapper(folder: Path, decoder: str) -> None:
-    """Rename the layers of stored adapters to their names in the wrapper of the text model.
+    """Rename the layers of stored adapters, so that they fit a model that wraps the trained text model.
 
-    A wrapper is, for example, a vision-language model that contains the text model as its module `decoder`
+    The wrapper is, for example, a vision-language model that contains the text model as its module `decoder`
     (`Origin.decoder`). `target_modules` then lists full names of layers, because name endings would also
     match layers of a vision tower. Without a wrapper, `decoder` is "model", and nothing is changed.
     """
@@ -129,8 +129,8 @@ def write_for_transformers(folder: Path, own: Path, base: Path) -> None:
     """Write adapters into `folder` that transformers and peft can load on top of the model in `base`.
 
     `own` contains the current adapters A_n, B_n, which `Adapter.save` wrote. The weights in `base` already
-    include the adapters of that checkpoint, A_0 and B_0. So only the difference of the two products is
-    written, as adapters of twice the rank and the same scale:
+    include the adapters of that checkpoint, A_0 and B_0. Therefore the written adapters contain only the
+    difference between B_n A_n and B_0 A_0. They have twice the rank and the same scale:
 
         B_n A_n - B_0 A_0 = [B_n, -B_0] [A_n; A_0]
 

@@ -67,11 +67,11 @@ class PackedAttention(Protocol):
 
     @property
     def implementation(self) -> str:
-        """Return the name under which transformers knows the attention function (`attn_implementation`)."""
+        """The name under which transformers knows the attention function (`attn_implementation`)."""
 
     @property
     def takes_tries(self) -> bool:
-        """Return whether rows may be prefix trees, which store shared prefixes once (`core.collate`)."""
+        """Whether rows may be prefix trees, which store shared prefixes once (`core.collate`)."""
 
     rows_are_joined: ClassVar[bool]
     """Whether `arranged` joins all rows without padding, so that a greater row width costs no time."""
@@ -88,7 +88,7 @@ class PackedAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockMask:
-    """Keeps the rows, and hides other segments by an additive mask (`core.collate.block_mask`)."""
+    """Keeps the rows; an additive mask hides the other segments of the row from each token (`block_mask`)."""
 
     implementation: str = "sdpa"
     takes_tries: ClassVar[bool] = True
@@ -155,7 +155,7 @@ def _keywords(
 def attend_by_path(kernels: CpuKernels, depths: Depths) -> Attend:
     """Return a function that computes float32 attention over one row of prefix trees by CPU kernels.
 
-    It computes attention for the tokens that have queries in `depths`. The kernels walk through the row, and
+    `depths` says for which tokens attention is computed. The kernels walk through the row, and
     store the keys on the path from the root to the current token (`models.cpu_kernels`), so they need neither
     a mask nor padding. Keys and values may have fewer heads than queries; their gradients are then summed in
     float64.
@@ -189,8 +189,8 @@ class _ByPath(torch.autograd.Function):
 class ByLength:
     """Joins all tokens to one row on a CPU.
 
-    In float32, attention is computed by `kernels` (`attend_by_path`). If `kernels` is None or the dtype is
-    another one, it is computed by `learner.joined` for prefix trees, and by `learner.by_length` otherwise.
+    In float32, `kernels` compute attention (`attend_by_path`). If `kernels` is None, or for another dtype,
+    `learner.joined` computes it for rows with prefix trees, and `learner.by_length` for all other rows.
     """
 
     kernels: CpuKernels | None = None
@@ -248,8 +248,8 @@ class PaddedRows:
     why: str
     """The reason why this model cannot pack several segments in a row."""
     ranks: Ranks = ALONE
-    """The ranks of the learner. Those with fewer groups make additional passes over a single token, because
-    all ranks take part when a pass gathers weights."""
+    """The ranks of the learner. All ranks must make the same number of passes, because each pass gathers
+    weights from all of them. A rank with fewer groups therefore makes additional passes over one token."""
     takes_tries: ClassVar[bool] = False
     rows_are_joined: ClassVar[bool] = True
 
@@ -307,8 +307,8 @@ def _varlen_parameters() -> Set[str]:
 def varlen_kernel(q_LHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, bounds: SegmentBounds, scale: float) -> Tensor:
     """Compute causal attention within segments, [L, H, D] in bfloat16, by torch's FlashAttention.
 
-    cuDNN is not used: as the length of the longest segment, torch 2.11 passes the head dimension to cuDNN's
-    backward pass, which then writes beyond its buffers (pytorch/pytorch#186142).
+    cuDNN is not used: torch 2.11 passes the head dimension to cuDNN's backward pass, where the length of the
+    longest segment is expected, so cuDNN writes beyond its buffers (pytorch/pytorch#186142).
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -338,9 +338,9 @@ def _one_row_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer for transformers, from [B, H, L, D] to [B, L, H, D].
 
-    `turnwise_attend` computes it, if this keyword was passed to the model. In any other call of the model,
-    each row must be one sequence, padded only at its end, because transformers makes no mask for an attention
-    function that it does not know.
+    If the model was called with the keyword `turnwise_attend`, that function computes the attention. Without
+    it, each row must be one sequence, padded only at its end, because transformers makes no mask for an
+    attention function that it does not know.
     """
     unsupported = next((name for name in _NOT_COMPUTED if others.get(name) is not None), None)
     if unsupported:

@@ -1,6 +1,7 @@
 """Objectives, behaviour weights and metrics for each policy that sampled tokens of an update.
 
-These policies are the actor and, if the job has any, fixed policies, which are not trained themselves.
+These policies are the actor and, if the job has any, fixed policies, which are not trained themselves. A
+behaviour weight is the probability ratio proximal/behaviour of a token, a decision or an episode, truncated.
 """
 
 import math
@@ -31,7 +32,7 @@ from trainer_backend.plugins import policy_loss
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """The segments of an iteration with log-probs and behaviour weights (stop 8 of docs/route.md)."""
+    """Segments with the learner's log-probs and with behaviour weights (stop 8 of docs/route.md)."""
 
     scored: list[Scored]
     """All segments, in the order of the `drafts` that `weighed` received."""
@@ -39,8 +40,8 @@ class Weighed:
     """For each policy, by name: the logarithm of each unit's behaviour weight before truncation. A unit is
     a token, a decision or an episode."""
     token_means: dict[str, float]
-    """For each policy, by name: the mean of the probability ratio proximal/behaviour over its tokens, even if
-    the policy's unit is a decision or an episode."""
+    """For each policy, by name: the mean of the tokens' own probability ratios proximal/behaviour, whatever
+    the policy's unit is."""
 
 
 def build_objectives(
@@ -125,8 +126,8 @@ class FirstStep:
     """Scores the segments of an iteration's first optimizer step by the forward passes of that step.
 
     Before this step the learner's weights are those of the proximal policy, so a separate scoring pass would
-    compute the same log-probs. This requires that there is no dropout, and that all tokens
-    that share a ratio or a behaviour weight lie in the same micro-batch.
+    compute the same log-probs. This requires that there is no dropout, and that all tokens that share a ratio
+    or a behaviour weight lie in the same micro-batch.
     """
 
     def __init__(self, drafts: Sequence[Scored], objectives: Mapping[str, Objective]) -> None:
@@ -183,7 +184,7 @@ class Scores:
 
     @cached_property
     def samples(self) -> Weighed:
-        """Return all segments with behaviour weights. If `first` is set, the first step must be over."""
+        """All segments with behaviour weights. If `first` is set, the first step must be over."""
         if self.first is not None:
             rows = {self._members[index]: row for index, row in self.first.proximal.items()}
             self._proximal, self.first = {**self._proximal, **rows}, None
@@ -203,7 +204,7 @@ def mismatch(scored: Sequence[Scored], policy_version: int | None, *, limit: flo
     """Check that the sampler and the learner compute the same log-probs for tokens that the actor sampled.
 
     With `policy_version`, only tokens that this version sampled are compared, because other versions have
-    other weights. With None, all tokens of the actor are compared. Tokens of fixed policies never are.
+    other weights. With None, all tokens of the actor are compared.
 
     Returns:
         mismatch/logprob_max, mismatch/logprob_mean    the absolute differences in nats; missing if there is
@@ -272,8 +273,8 @@ def mixture_metrics(
                                             policy cannot sample; estimated as 1 - mean proximal/behaviour
                                             over tokens
 
-    `metrics` are those of the optimizer steps. The actor's `loss/…` among them are returned too, under the
-    names `mixture/actor/…`.
+    `metrics` are the metrics of the optimizer steps. Some of the actor's `loss/…` metrics are returned too,
+    under the names `mixture/actor/…`.
 
     Source: 4-mixture-of-rollout-models.md, "Monitoring and Logging" (names).
     """

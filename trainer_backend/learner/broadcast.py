@@ -56,11 +56,11 @@ class WeightSender:
         self._names = map("group_{}".format, count())
 
     def ready(self, expected: int, since: float) -> int:
-        """Return the number of servers to which `send` will send; 0, after 0.1 s, if the wait is not over.
+        """Return the number of servers to which `send` will send; 0 if, after 0.1 s, the wait is not over.
 
         The wait is over when `expected` servers are ready, or when some are ready and the others are late.
-        After the first server is ready, the others get as much time as the first one took since `since`
-        (a time of the monotonic clock), but at least a second. Servers that died or hang are not counted.
+        The wait began at `since`, a time of the monotonic clock. Once the first server is ready, the others
+        get as much more time as it needed, but at least a second. Servers that died or hang are not counted.
         """
         end = time.monotonic() + _TURN_S
         while (now := time.monotonic()) < end:
@@ -203,7 +203,7 @@ def checkpoint_tensors(model: PreTrainedModel, placement: Placement) -> Iterator
 
     Tied weights are yielded once, under their first name. If the model is sharded, every rank must consume
     the whole iterator, because the ranks gather each tensor together. Tensors are on the device of
-    `placement`, and floating-point tensors have its dtype `held`.
+    `placement`, and floating-point tensors have the dtype `placement.held`.
     """
     refuse_joined(model)
     for name, tensor in collect_weights(model).items():

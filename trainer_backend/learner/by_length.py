@@ -71,7 +71,7 @@ class Groups:
     """
 
     token_P: Tensor
-    """int64, index of the token in each cell; in padding, of the last token of the segment."""
+    """int64, index of the token in each cell; a padding cell has the index of the segment's last token."""
     place_L: Tensor
     """int64, index of the cell of each token."""
     shapes: tuple[tuple[int, int], ...]
@@ -98,11 +98,11 @@ class PaddedGroup:
 
 
 def padded_groups(row: Packed, bounds: SegmentBounds) -> tuple[list[PaddedGroup], Tensor]:
-    """Copy the segments of a joined row to padded batches, by length; return the batches and an [N] index.
+    """Copy the segments of a joined row to padded batches; return the batches and an index tensor, [N].
 
     `row` and `bounds` are the result of `one_row`. Each batch lists the cells whose hidden states are read.
-    Concatenate these states over the batches, then index them with the [N] index: this gives the order of the
-    row's columns of sampled tokens.
+    If these states are concatenated over the batches, the index tensor selects from them the state of each
+    sampled token, in the order of the row's columns.
     """
     groups = group_by_length(bounds)
     read_N, order_N = groups.place_L[row.predict_position_N].sort()
@@ -150,8 +150,8 @@ class Reads:
     """The tokens of a row whose attention is needed; the other tokens provide only keys and values."""
 
     queries: Groups
-    """The cells of the queries. The tokens with queries are numbered from 0, and each batch contains the same
-    segments as the batch of keys."""
+    """The cells of the queries. A token's index here counts only the tokens with queries, from 0. Each batch
+    contains the same segments as the batch of keys at the same place."""
     masks: tuple[Tensor, ...]
     """For each batch, a mask [segments, 1, queries, keys] to add to scores: -inf for later keys, else 0."""
 
@@ -203,7 +203,7 @@ _SHORT = 128
 def _is_short(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor) -> bool:
     """Return whether to compute attention by matrix products and a softmax, because there are few keys.
 
-    This requires as many heads of keys as of queries, and equal dtypes. Dtypes differ under autocast, which
+    Keys must also have as many heads and the same dtype as queries. Dtypes differ under autocast, which
     would round the scores.
     """
     alike = q_BHLD.shape[1] == k_BHLD.shape[1] and q_BHLD.dtype == v_BHLD.dtype

@@ -2,7 +2,7 @@
 
     POST /calls/{name}      headers: the key, the orchestrator's session, the number of the call
                             body: the arguments as a JSON array, and the bytes of arrays (core.columns)
-    POST /stop              ends the call with the number in the header, after its next progress report
+    POST /stop              stops the call whose number is in the header, at its next progress report
     POST /leave             ends the session, so that the learner may serve another run
     GET  /about             returns `About`: version, run and current call
 

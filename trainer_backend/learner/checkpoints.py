@@ -194,8 +194,8 @@ def _written_aside(folder: Path, kind: str, ranks: Ranks) -> Iterator[Path]:
 def _put_in_place(aside: Path, folder: Path) -> None:
     """Rename `aside` to `folder`, and replace an existing folder of that name.
 
-    The existing folder is first renamed and removed last, because removing takes long: if the process is
-    killed during that time, the folder with the final name must still be complete.
+    Removing a folder takes long, and a process that is killed must not leave an incomplete folder with the
+    final name. The existing folder is therefore renamed first, and removed last.
     """
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)

@@ -46,8 +46,8 @@ class Found:
 def cuda_refusal(start: Callable[[], None] = torch.cuda.init) -> str | None:
     """Start CUDA; return the text of torch's error, or None if it starts.
 
-    This text tells why CUDA cannot be used: `torch.cuda.is_available` returns False both without a driver and
-    with a driver that is too old.
+    `torch.cuda.is_available` does not give the reason: it returns False both without a driver and with a
+    driver that is too old.
     """
     try:
         start()
@@ -66,16 +66,16 @@ class Placement:
     device: torch.device
     """The device that computes the model."""
     low: torch.dtype | None = None
-    """The low precision (bfloat16) of the inputs of matrix products, and of frozen matrices such as those of
-    the engine's copy (`models.precision`). None if all computations are in float32."""
+    """The dtype of the inputs of matrix products, bfloat16; also the dtype of frozen matrices, such as those
+    of the engine's copy of the model (`models.precision`). None if all computations are in float32."""
     unusable_gpu: str | None = None
-    """Set if `model.device` is "auto" and there is a GPU driver that torch cannot use: a text about it."""
+    """Text about a GPU driver that torch cannot use; None without one, or if `model.device` is not "auto"."""
     card: int | None = None
     """Memory, in bytes, of a hypothetical GPU (`place_on_card`); None if the device is in this machine."""
 
     @property
     def held(self) -> torch.dtype:
-        """Return the dtype of matrices that are not trained.
+        """The dtype of matrices that are not trained.
 
         These are the matrices of the engine and of the reference policy, and the base weights of adapters.
         """
@@ -105,7 +105,7 @@ class Placement:
         return torch.cuda.get_device_properties(self.device).total_memory
 
     def logits_bytes(self) -> int:
-        """Return the most bytes for a chunk of logits: a share of a CUDA GPU's memory, else a constant."""
+        """Return the maximal bytes of a chunk of logits: a share of a CUDA GPU's memory, else a constant."""
         return self.card_bytes() // _GPU_SHARE_OF_LOGITS if self.device.type == "cuda" else _LOGITS_BYTES
 
     def autocast(self) -> AbstractContextManager[object]:

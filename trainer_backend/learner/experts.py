@@ -26,8 +26,8 @@ class Experts:
 def find_experts(model: PreTrainedModel, keys: RouterKeys) -> Experts | None:
     """Describe the experts of a model; return None if it has none.
 
-    The coefficient is the job's `router_aux_coef` or, if the job does not set it, that of the model's config.
-    Raises JobError if the job sets a coefficient other than 0, but the model has no load-balancing loss.
+    The coefficient is the job's `router_aux_coef` or, if the job does not set it, the one in the model's
+    config. Raises JobError if the job sets one other than 0, but the model has no load-balancing loss.
     """
     config, coefficient = model.config.get_text_config(), keys.router_aux_coef
     count = count_experts(model)
@@ -61,7 +61,7 @@ class Routing:
 
     @property
     def keywords(self) -> dict[str, bool]:
-        """Return the keyword arguments with which the model's forward pass must be called."""
+        """The keyword arguments with which the model's forward pass must be called."""
         return {"output_router_logits": True} if self.reads_probabilities else {}
 
     @contextmanager

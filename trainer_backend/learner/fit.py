@@ -66,7 +66,7 @@ class Search:
         return self._models[kind]
 
     def plan(self, config: LearnerConfig) -> MemoryPlan:
-        """Return the memory plan for `config`. With several ranks, that of the rank that needs the most."""
+        """Return the memory plan for `config`; with several ranks, the plan of the rank that needs most."""
         table, models = config.ranks, self.models(config)
         ranks = (Ranks(index, table.ranks) for index in range(table.nproc_per_node))
         plans = [plan_on(self.placement, config, models, each) for each in ranks]
@@ -294,8 +294,8 @@ def _halves(value: int, least: int) -> list[int]:
 def _lower_cache(search: Search, config: LearnerConfig, *, requests: int) -> Iterator[Settings]:
     """Yield settings that make the cache of each local engine smaller.
 
-    A paged cache is given in GiB, with space for at least `requests` requests of maximal length, or for as
-    many as the engine runs at once, if that is less. Any other cache shrinks by storing fewer prefixes.
+    The size of a paged cache is set in GiB. It keeps space for `requests` requests of maximal length, or for
+    all that the engine runs at once if these are fewer. Any other cache shrinks by storing fewer prefixes.
     """
     if not config.engines:
         return
@@ -416,7 +416,7 @@ def _shorten(search: Search, config: LearnerConfig) -> Iterator[Settings]:
 def _add_ranks(search: Search, config: LearnerConfig) -> Iterator[Settings]:
     """Yield a greater number of ranks, each with a GPU of this node.
 
-    The node has the GPUs of this machine, or with a hypothetical GPU (`Placement.card`) _MOST_RANKS of them.
+    The number of GPUs is that of this machine, or _MOST_RANKS for a hypothetical GPU (`Placement.card`).
     """
     table, placement = config.ranks, search.placement
     if placement.device.type != "cuda" or table.nnodes > 1:

@@ -1,7 +1,7 @@
-"""`python -m trainer_backend.learner.group [torchrun's options] [-- options of learner.process]`.
+"""Runs the learner's ranks of this node: `python -m trainer_backend.learner.group [OPTIONS] [-- OPTIONS]`.
 
-Runs the learner's ranks of this node under torchrun, which ends all ranks as soon as one of them fails. The
-orchestrator, which runs in another process and still holds the rollouts, then starts new ranks.
+The first options are torchrun's; the others are options of `learner.process`. torchrun ends all ranks as soon
+as one fails. The orchestrator, in another process, still holds the rollouts and then starts new ranks.
 """
 
 from service_kit.own_process import end_with_parent

@@ -7,7 +7,7 @@ the run without a gap, so each part of the attention multiplies two slices of th
     own      queries and keys of the same run, causal; runs of similar length are batched
     shared   queries of all tokens below a run, with the keys of that run
 
-`models.part_attention` joins the parts to the attention of the whole row.
+`models.part_attention` combines the parts into the attention of the whole row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer_backend.models.part_attention import attended, folded, heads_first,
 
 
 class Shared(NamedTuple):
-    """A run, of the tokens `start` to `end` (exclusive), with the tokens below it, `end` to `until`."""
+    """A run: tokens `start` to `end`. The tokens `end` to `until` are below it. Ends are exclusive."""
 
     start: int
     end: int
@@ -78,11 +78,11 @@ class _Places:
     """Maps the tokens of a row to a padded batch of G runs of similar length, with P cells for each run."""
 
     token_GP: Tensor
-    """int64, index of the token in each cell; in padding, of the last token of the run."""
+    """int64, index of the token in each cell. A cell of padding has the index of the run's last token."""
     real_N: Tensor
-    """int64, indices into the flattened batch of the N cells that are not padding."""
+    """int64, indices of the N cells of the flattened batch that are not padding."""
     real_token_N: Tensor
-    """int64, indices of the tokens in these cells."""
+    """int64, indices of the tokens in these N cells."""
 
     @classmethod
     def of(cls, first_G: Tensor, end_G: Tensor) -> _Places:
@@ -104,7 +104,7 @@ class _Places:
         return side.view(*self.token_GP.shape, *tokens.shape[1:]).transpose(1, 2).contiguous()
 
     def gather(self, side: Tensor, tokens: Tensor) -> None:
-        """Copy the cells `side`, [G, H, P, D], without padding, into `tokens`, [L, H, D]."""
+        """Copy all cells of `side` [G, H, P, D] except padding to their tokens in `tokens` [L, H, D]."""
         flat = side.transpose(1, 2).flatten(0, 1).index_select(0, self.real_N)
         tokens.index_copy_(0, self.real_token_N, flat)
 
@@ -122,12 +122,12 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Lists the parts of the attention of a row, for the queries of all tokens or of some."""
+    """Lists the parts of the attention of a row. The queries may be those of all tokens or of some tokens."""
 
     own: Sequence[_Side]
     """Attention of queries within their own runs, in padded batches."""
     shared: Sequence[tuple[slice, slice]]
-    """For each run with queries below it: the slice of its keys, and the slice of these queries."""
+    """For each run with queries below it: the slice of the run's keys, and the slice of those queries."""
 
     @classmethod
     def of_all(cls, runs: Runs) -> Plan:

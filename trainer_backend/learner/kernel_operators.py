@@ -176,7 +176,7 @@ def _concatenate(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 def _weight_gradients(
     by_out_LO: Tensor, input_LI: Tensor, sizes: list[int], are_trained: bool
 ) -> Sequence[Tensor | None]:
-    """Compute the gradients of concatenated weights, as views of one float32 tensor; None if not trained."""
+    """Compute each weight's gradient, a view of one float32 tensor; None for weights that are not trained."""
     return torch.split(wide_product(by_out_LO.T, input_LI), sizes) if are_trained else [None] * len(sizes)
 
 

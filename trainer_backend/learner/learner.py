@@ -157,7 +157,7 @@ class LocalLearner:
     ) -> "LocalLearner":
         """Make a learner for a new run, with the model that the job's table [model] names.
 
-        For a preset, `tokenizer` is that of a fixed policy; if None, a tokenizer is trained on `prompts`.
+        A preset uses `tokenizer`, which belongs to a fixed policy; None: a tokenizer is trained on `prompts`.
         """
         table = config.model
         if table.preset is not None and tokenizer is None:
@@ -265,7 +265,7 @@ class LocalLearner:
 
     @contextmanager
     def _watched(self, doing: str) -> Iterator[None]:
-        """Run the context in `memory_watched`, then free memory if vLLM shares the GPU (inference.sleep)."""
+        """Run the context in `memory_watched`; then free memory if vLLM needs it (inference.sleep)."""
         try:
             with memory_watched(doing, hint=less_memory(self.config)):
                 yield
@@ -328,7 +328,7 @@ class LocalLearner:
     def update(
         self, episodes: Sequence[CreditedEpisode], *, iteration: int, policy_version: int | None = None
     ) -> dict[str, float]:
-        """Run one iteration of updates: of the policy (`learner.update`), and of a critic with own layers."""
+        """Update the policy (`learner.update`) and the OwnCritic, if there is one; return the metrics."""
         torch.set_num_threads(self.config.training.threads)
         self._draw_apart(iteration)
         cache, self._cache = self._cache, LogprobCache()
@@ -351,7 +351,7 @@ class LocalLearner:
     ) -> dict[str, float]:
         """Run the policy's optimizer steps.
 
-        Takes no step while a critic with own layers warms up, or if `skip_certain_above` leaves no segment.
+        Takes no step while an OwnCritic warms up, or if `skip_certain_above` leaves no segment to train on.
         """
         training, share, metrics = self.config.training, 1.0, dict[str, float]()
         if training.skip_certain_above is not None:
@@ -369,9 +369,10 @@ class LocalLearner:
     def _fit_critic(
         self, episodes: Sequence[CreditedEpisode], iteration: int, *, steps: int
     ) -> dict[str, float]:
-        """Train the critic with own layers for one iteration.
+        """Train the OwnCritic for one iteration.
 
-        `steps_taken` of an UpdateStopped error counts the critic's steps and the policy's `steps`.
+        `steps` is the number of steps that the policy has taken. The attribute `steps_taken` of an
+        UpdateStopped error is the sum of these steps and the critic's.
         """
         critic = self._own_critic()
         before = critic.steps
@@ -423,7 +424,7 @@ class LocalLearner:
         self._sender = WeightSender(host, backend=backend, timeout_s=timeout_s)
 
     def broadcast(self, expected: int, wait_s: float, tell: Callable[[int, int], None]) -> int:
-        """Send the offered weights to vLLM servers; see `parts.Learner`. Waits for the end of an update.
+        """Send the offered weights to vLLM servers; see `parts.Learner`. Waits until no update is running.
 
         The first rank decides when servers are ready and sends the weights. All ranks take part, because each
         tensor is gathered from all of them.
@@ -509,11 +510,10 @@ def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) 
     """Return the indices of the segments that are worth training on, by rollout id.
 
     A segment is left out if the actor sampled it and each of its tokens had a probability p above
-    `probability`. The gradient of such a token is proportional to 1 - p, hence small, but costs as much to
-    compute as any other. docs/credit.md describes the bias.
+    `probability`. The gradient of such a token is small, because it is proportional to 1 - p. Its computation
+    costs as much as that of any other gradient. docs/credit.md describes the bias.
 
-    Source: gradients of few tokens: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who select by
-    entropy.
+    Source: Wang et al., Beyond the 80/20 Rule, arXiv:2506.01939, who select tokens by entropy.
     """
     least = math.log(probability)
     return {
@@ -529,7 +529,7 @@ def uncertain_segments(episodes: Sequence[CreditedEpisode], probability: float) 
 def select_segments(
     episodes: Sequence[CreditedEpisode], numbers: Mapping[str, Sequence[int]]
 ) -> list[CreditedEpisode]:
-    """Keep of each episode only the segments with these indices; drop episodes without segments."""
+    """Return the episodes with only the segments of these indices; omit episodes that have none."""
     return [
         replace(item, segments=[item.segments[number] for number in numbers[item.rollout_id]])
         for item in episodes
@@ -540,7 +540,7 @@ def select_segments(
 def _by_episode(
     episodes: Mapping[str, Sequence[Segment]], rows: Iterable[NDArray[Any]]
 ) -> dict[str, list[NDArray[Any]]]:
-    """Assign `rows`, one for each segment of all episodes in order, to the rollout ids."""
+    """Group `rows` by rollout id. There is one row per segment, in the order of `episodes`."""
     rest = iter(rows)
     return {name: list(islice(rest, len(parts))) for name, parts in episodes.items()}
 

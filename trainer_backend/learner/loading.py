@@ -34,7 +34,7 @@ def load_named(table: ModelTable) -> tuple[PreTrainedModel, PreTrainedTokenizerF
 def load_checkpoint(table: ModelTable, checkpoint: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """Load the model and tokenizer of a checkpoint.
 
-    Raises CheckpointError if its architecture differs from that of the job's model.
+    Raises CheckpointError if the checkpoint's model and the job's model have different architectures.
     """
     expected = _described(table)
     stored = described(read_config(checkpoint))
@@ -90,7 +90,7 @@ def _load(folder: Path, table: ModelTable) -> tuple[PreTrainedModel, PreTrainedT
 def checked_base(folder: Path) -> Path | None:
     """Return the folder with the base model of a checkpoint's adapters; None for a folder with a model.
 
-    Raises CheckpointError if that model is not the one with which the adapters were trained.
+    Raises CheckpointError if the adapters were trained with another base model.
     """
     base = base_folder(folder)
     if base is not None and read_digest(base) != read_object(folder / BASE).get("digest"):
@@ -136,7 +136,7 @@ def held_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Copy a model with any adapters for a local engine, with cached attention and float32 logits."""
+    """Copy a model, and adapters if it has any, for a local engine; the copy computes float32 logits."""
     served = held_copy(model, dtype)
     served.set_attn_implementation(own_attention(model))
     if dtype != torch.float32:
@@ -148,8 +148,8 @@ def copy_to_serve(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
 def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) -> PreTrainedModel:
     """Convert `model`, the float32 model of `folder`, for an engine on the placement.
 
-    The caller must not use `model` afterwards. If the placement computes in low precision, and adapters are
-    merged into the weights, they are separated first, because rounding the merged weights could lose them.
+    The caller must not use `model` afterwards. If adapters are merged into the weights, and the placement
+    computes in low precision, they are separated. Rounding the merged weights could lose the adapters.
     """
     if placement.low is not None and (folder / FOLDER).is_dir():
         from trainer_backend.learner.adapter import unmerge  # peft: half a second of a start
@@ -161,9 +161,9 @@ def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) 
 
 
 def new_weights(folder: Path, placement: Placement) -> WeightSource:
-    """Return the weights that a model made by `folder_to_serve` must load to become that of a later `folder`.
+    """Return what a model made by `folder_to_serve` must load to get the weights of a later `folder`.
 
-    These are the adapters if the model holds them separately; otherwise the folder, for all weights.
+    If the model holds adapters separately, these are the new adapters. Otherwise it is the folder itself.
     """
     has_adapters = placement.low is not None and (folder / FOLDER).is_dir()
     return read_adapter(folder / FOLDER) if has_adapters else folder
@@ -172,8 +172,8 @@ def new_weights(folder: Path, placement: Placement) -> WeightSource:
 class Float32Head(nn.Module):
     """LM head that multiplies inputs in low precision, but sums the products and adds the bias in float32.
 
-    Rounding logits to bfloat16 would change the distribution from the trained one: a logit of 20 by up to
-    0.06 nats.
+    Rounding logits to bfloat16 would make the sampled distribution differ from the trained one. A logit of 20
+    could change by 0.06 nats.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:

@@ -34,9 +34,9 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def adapted_layers(model: PreTrainedModel, targets: Sequence[str]) -> dict[str, nn.Linear]:
     """Return the linear layers that get an adapter, by name. The model may be on the meta device.
 
-    As in peft, a target is a layer's whole name or the end of it. peft silently skips an unknown target if
-    another target exists. This function raises JobError for a target that matches no linear layer and no
-    expert, that matches the embedding or the head, or whose adapter the model would not compute.
+    As in peft, a target is a layer's whole name or the end of it. Raises JobError if a target matches the
+    embedding, the head, or a layer whose adapter the model would not compute. Also raises JobError if a
+    target matches no linear layer and no expert; peft skips such a target if another one matches.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     ends = {id(model.get_input_embeddings()): "the embedding", id(head): "the head"}
@@ -98,7 +98,7 @@ def adapted_experts(model: PreTrainedModel, targets: Sequence[str]) -> dict[str,
 
 
 def refuse_experts(model: PreTrainedModel, table: LoraTable, *, engine: str, ranks: int) -> None:
-    """Raise JobError if the job asks for adapters of experts that cannot be added to their weights."""
+    """Raise JobError if the job adapts experts, but the adapters cannot be added to the experts' weights."""
     found = adapted_experts(model, table.target_modules)
     low = next((weight.dtype for weight in found.values() if weight.dtype != torch.float32), None)
     reasons = {

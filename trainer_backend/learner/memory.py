@@ -3,13 +3,13 @@
 Accuracy of the kinds:
 
     weights       exact
-    cache         an upper bound. On a CPU, the rows of all running requests are padded to the longest, so one
-                  request of the maximal length fills the cache except for kept prefixes. In a paged cache, as
-                  on CUDA, a row takes only its own length. A paged cache is freed during updates, unless
-                  iterations are collected ahead.
-    activations   for a full micro-batch, including temporary ones. Within 12 % of measured peaks for layers
-                  like those of Llama and Qwen3 (in float32 with a mask, in bfloat16 over one row), within
-                  26 % for other architectures in float32
+    cache         an upper bound. On a CPU, the rows of all running requests are padded to the longest row, so
+                  one request of the maximal length makes every row as long. In a paged cache, as on CUDA, a
+                  row takes only its own length. A paged cache is freed during updates, unless iterations are
+                  collected ahead.
+    activations   for a full micro-batch, including temporary activations. Within 12 % of measured peaks for
+                  layers like those of Llama and Qwen3 (in float32 with a mask, in bfloat16 over one row),
+                  within 26 % for other architectures in float32
     overhead      a flat amount for a GPU's allocator and libraries
 """
 
@@ -44,7 +44,7 @@ class EngineUse:
     low: bool
     """Whether matrix products and frozen copies are in bfloat16; otherwise they are in float32."""
     paged: bool = False
-    """Whether the key-value cache is paged (this needs Triton's kernels); requests wait if not all fit."""
+    """Whether the key-value cache is paged (this needs Triton's kernels). Requests wait while it is full."""
     trunks: bool = False
     """Whether rows with a common prefix store its keys and values only once (`inference.trunks`)."""
 
@@ -59,7 +59,7 @@ class MemoryUse(EngineUse):
     """The settings that determine the memory of a run, which trains a model and may also serve it."""
 
     masked: bool
-    """Whether attention uses a mask over packed rows; otherwise all rows are joined to one without a mask."""
+    """Whether attention uses a mask; otherwise all packed rows are joined into one row, without a mask."""
     row_tokens: int
     """Number of tokens of the longest row; at least the engine's `max_model_len`."""
     micro_batch_tokens: int
@@ -79,7 +79,7 @@ class MemoryUse(EngineUse):
     processes: int = 1
     """Number of processes on the device."""
     ranks: LearnerTable = field(default_factory=LearnerTable)
-    """The learner's ranks. The model's weights are sharded; each rank has whole adapters and value head."""
+    """The learner's ranks. They shard the model; each rank holds all adapters and the whole value head."""
     fused: bool = False
     """Whether layers use kernels that save less for the backward pass (`learner.operators`)."""
     vllm: int = 0
@@ -94,10 +94,10 @@ class MemoryNeeds:
     """The memory that a run needs, in bytes by kind (weights, cache, activations and so on)."""
 
     device: dict[str, int]
-    """Bytes on the computing device, with several ranks on each rank's GPU; each kind at its maximum."""
+    """Bytes on the computing device, with each kind at its maximum. With several ranks: on one rank's GPU."""
     host: dict[str, int]
-    """Bytes of main memory for all ranks of a node. On a CPU, main memory is itself the device, so only the
-    additional need at the start is listed."""
+    """Bytes of main memory for all ranks of a node. On a CPU, main memory is itself the device, so this lists
+    only the additional need at the start."""
     least: int
     """The least bytes of device memory with which the run can work: activations at the lower end of their
     estimate, no kept prefixes, and in a paged cache only one request of the maximal length."""
@@ -136,10 +136,9 @@ def memory_needs(
 
 
 def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
-    """Return the larger of two needs, in bytes by kind: of an update while vLLM sleeps, or of vLLM awake.
+    """Return the larger need, in bytes by kind: during an update while vLLM sleeps, or while vLLM is awake.
 
-    `servers` is the number of vLLM servers on the device. A sleeping server still holds the memory of CUDA
-    itself and of its CUDA graphs.
+    `servers` is the number of vLLM servers on the device. A sleeping server keeps CUDA and CUDA graphs.
     """
     update = {**device, "vllm": servers * OVERHEAD}
     awake = {kind: size for kind, size in device.items() if kind not in OF_UPDATES}
@@ -147,7 +146,7 @@ def fuller_turn(device: Mapping[str, int], servers: int) -> dict[str, int]:
 
 
 def _learner_needs(shape: ModelShape, use: MemoryUse, *, is_gpu: bool) -> dict[str, int]:
-    """Estimate the device memory of the learner, by kind; with several ranks, of each rank."""
+    """Estimate the device memory of the learner by kind, in bytes. With several ranks: of one rank."""
     held, reference = _held(shape, use), _reference(shape, use)
     moments = 0 if use.offload and is_gpu else held.moments
     if use.ranks.fsdp_cpu_offload and is_gpu:
@@ -180,7 +179,7 @@ def _whole(shape: ModelShape) -> _Held:
 
 
 def _shared(shape: ModelShape, use: MemoryUse) -> _Held:
-    """Return the memory of a rank's shards: of the model's weights and of the layers of an own critic."""
+    """Return the memory of a rank's shards of the model and of the layers that only the critic uses."""
     layers = max(0, shape.critic - shape.width - 1)
     weights = shape.frozen_bytes(use.held if shape.adapters else FLOAT32) + layers * FLOAT32
     trained = layers + (0 if shape.adapters else shape.parameters)
@@ -212,7 +211,7 @@ def gathered(shape: ModelShape, use: MemoryUse) -> int:
 
 
 def serving_needs(shape: ModelShape, use: EngineUse, *, is_gpu: bool) -> MemoryNeeds:
-    """Estimate the memory of an engine with a frozen model. `least` omits the cache, which can be smaller."""
+    """Estimate the memory of an engine with a frozen model. The result's `least` does not include a cache."""
     weights, overhead = shape.frozen_bytes(use.held), OVERHEAD if is_gpu else 0
     device = {"engine": weights, "cache": cache(shape, use), "sampling": sampling(shape, use)}
     device["overhead"] = overhead
@@ -252,10 +251,11 @@ def _main_memory_needs(
 ) -> dict[str, int]:
     """Estimate the bytes of main memory that a run needs in addition to its device.
 
-    Offloaded moments and shards are held permanently. Of the temporary needs, only the largest is counted:
+    Offloaded moments and shards are held permanently. Of these temporary needs, the largest is counted:
 
         fixed        at the start, one fixed policy in float32 and in the precision of serving
-        loading      the model for one rank of a node at a time, or a reference for all of them at once
+        loading      the model, in one rank of a node at a time; or, if the reference is a model of its own,
+                     the reference in float32 and its frozen copy, in all ranks of a node at once
         checkpoint   each rank's float32 weights, then its moments
     """
     ranks, stays = use.ranks, {}
@@ -328,7 +328,7 @@ class _Parts(NamedTuple):
 def _bytes_a_token(shape: ModelShape, use: MemoryUse) -> _Parts:
     """Count the saved bytes per token: norms and their inputs, attention from queries to outputs, the MLP.
 
-    The last layer is counted like the others, though it may compute fewer tokens: only those that are read.
+    The last layer is counted like the others, although it may compute only the tokens that are read.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     if use.fused and not shape.adapters:

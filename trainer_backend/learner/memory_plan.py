@@ -108,15 +108,15 @@ def model_configs(
 ) -> tuple[Any, list[Any]]:
     """Read the transformers configs of the model in training and of the fixed policies.
 
-    The model is that of `checkpoint`, or without one that of the job's table [model]. `fixed` are the model
-    folders of the fixed policies.
+    The model in training is read from `checkpoint`; if None, from the job's table [model]. `fixed` are the
+    model folders of the fixed policies.
     """
     others = [folder_config(folder) for folder in fixed]
     return model_config(config.model, checkpoint, choose_vocabulary(config, others)), others
 
 
 def choose_vocabulary(config: LearnerConfig, others: Sequence[Any]) -> int:
-    """Return a preset's vocabulary size: that of the first fixed policy, or the job's if there is none."""
+    """Return the vocabulary size of a preset: as in the first fixed policy; without one, as in the job."""
     return int(others[0].get_text_config().vocab_size) if others else config.model.vocab_size
 
 
@@ -160,9 +160,9 @@ def set_micro_batches(config: LearnerConfig, tokens: int) -> LearnerConfig:
 def _choices(placement: Placement, config: LearnerConfig) -> list[int]:
     """List the sizes of micro-batches to try, in tokens. Each size is half of the one before.
 
-    The first size is the largest that can speed up an optimizer step, or on a CPU that fits the CPU's cache.
-    The list ends at the first size that does not exceed a row or 512 tokens, whichever is more, because a
-    pass always computes at least one row.
+    On a GPU, the first size is the largest that can speed up an optimizer step. On a CPU, it fits the CPU's
+    cache. The list ends at the first size of at most 512 tokens or one row, whichever is larger,
+    because a pass always computes at least one row.
     """
     row = max(config.training.row_tokens, config.inference.max_model_len)
     step = config.training.batch_decisions * config.inference.max_model_len
@@ -229,7 +229,7 @@ def _plan_as_set(placement: Placement, config: LearnerConfig, models: Models, ra
 def servers_on(placement: Placement, config: LearnerConfig, ranks: Ranks) -> int:
     """Count the run's vLLM servers on this rank's GPU. Servers are placed on GPUs from the last to the first.
 
-    A planned machine is assumed to have as many GPUs as the job's ranks on a node, or one server, need.
+    A planned machine is assumed to have as many GPUs as a node has ranks, or more if one server needs more.
     """
     if placement.device.type != "cuda":
         return 0

@@ -128,7 +128,7 @@ def operators_for(placement: Placement, config: Any) -> Operators:
 
 
 def _in_float32(operators: Operators) -> Operators:
-    """Use `operators` for float32 inputs only; use torch's under autocast, and for modules with hooks."""
+    """Use `operators` in float32, but torch's under autocast, for other dtypes and for modules with hooks."""
 
     def either(name: str) -> Any:
         own, other = getattr(operators, name), getattr(BY_TORCH, name)

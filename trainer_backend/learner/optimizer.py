@@ -55,11 +55,11 @@ def named_state(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor])
 def restored(
     optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], path: Path, what: str
 ) -> Iterator[dict[str, Tensor]]:
-    """Restore weights and AdamW states from a file with the result of `named_state`; yield all its tensors.
+    """Restore weights and AdamW states from a file that stores `named_state`; yield all tensors of the file.
 
     Each rank restores its own share. `what` names the restored object in errors.
 
-    Raises CheckpointError: the file is missing, damaged or of another model, or the context raises an error.
+    Raises CheckpointError if the file is missing, damaged or of another model, or if the context fails.
     """
     try:
         tensors = load_file(path)

@@ -1,8 +1,8 @@
 """A critic with its own layers: it predicts V(s) by a second model, which begins as a copy of the policy.
 
 The alternative is a linear layer on the policy's hidden states. It can use only what the policy encodes about
-a state; and if its loss also trains the policy's layers, it changes the policy. This critic has its own
-layers, optimizer, batches and passes. In return it costs another forward pass and a second model to train.
+a state. If its loss also trains the policy's layers, it changes the policy. This critic has its own layers,
+optimizer, batches and passes, but it costs another forward pass and a second model to train.
 
 Ranks shard its layers like those of the policy. Its files in a checkpoint do not depend on the number of
 ranks.
@@ -47,8 +47,8 @@ _ITERATIONS = "iterations"
 class OwnCritic:
     """A second model that predicts values. It begins as a copy of the policy. Not thread-safe.
 
-    `level` determines whether it predicts a value per decision or per token. `seed`, that of the job,
-    determines the order of its batches.
+    `level` determines whether the critic predicts one value per decision or per token. The job's `seed`
+    determines the order of batches.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class OwnCritic:
     def values(self, segments: Sequence[Segment]) -> list[NDArray[Any]]:
         """Compute the values [N] at the N sampled tokens of each segment, in units of the reward.
 
-        With values per decision, they are 0 at all tokens where no decision begins. Raises SegmentError for a
-        token that the model has no embedding of.
+        With one value per decision, the value is 0 at every token that does not begin a decision. Raises
+        SegmentError for a token without an embedding.
         """
         refuse_unknown(segments, self._scorer.model)
         (values,) = read_pieces(
@@ -116,7 +116,7 @@ class OwnCritic:
         self._head.zero_grad()
 
     def gradient(self, segments: Sequence[Segment], targets: Mapping[str, CriticTargets]) -> float:
-        """Compute the gradients of one optimizer step, left on the weights; return the step's loss."""
+        """Compute the gradients of one optimizer step into the weights' `grad`; return the step's loss."""
         packed, pieces = cut_pieces(segments, self._table, self._scorer)
         columns = critic_columns(segments, targets, list(dict.fromkeys(packed.segment_N.tolist())))
         ends = list(accumulate((len(piece.target_N) for piece in pieces), initial=0))

@@ -2,8 +2,8 @@
 
 It uses the model's own modules, adapters and weights, and computes the same as `transformers`, but faster:
 
-    last layer      computes queries, and everything after attention, only for the N tokens whose hidden
-                    states are read, because they predict a sampled token; most tokens of prompts do not
+    last layer      computes queries, and everything after attention, only for the N tokens that predict a
+                    sampled token, because only their hidden states are read
     all layers      compute norms, rotations and gates by `operators`, in fewer passes over the states
 
 The last layer's saving is a third of a forward pass with 2 layers, and 2 to 3 % with 28 layers.

@@ -26,10 +26,10 @@ DRIFT = "loss/kl_to_proximal"
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """Sums over all tokens of an optimizer step, by which means over the step are divided."""
+    """Sums over all tokens of an optimizer step: the denominators of means over the step."""
 
     tokens: float
-    """Number of sampled tokens, plus this step's part of those that training.skip_certain_above omits."""
+    """Number of sampled tokens, plus the step's part of the tokens that training.skip_certain_above omits."""
     weights: Mapping[str, float]
     """For each policy, by name: the sum of the weights of its tokens."""
     critic: float
@@ -56,10 +56,10 @@ class PolicyTerms:
         return {policy: objective.unit_level for policy, objective in self.objectives.items()}
 
     def trusted(self, batch: Batch) -> Batch:
-        """Multiply the value loss's token weights, for samples of fixed policies, by the behaviour weights.
+        """Weight the value loss by behaviour weights, for samples of fixed policies; return the new batch.
 
-        Samples of a fixed policy without `trains_head` get weight 0. If all weights are then 0, the result
-        has no critic data: AdamW would otherwise move the value head by its moments alone.
+        Samples of a fixed policy without `trains_head` get weight 0. If all weights are then 0, critic data
+        are removed, because a zero gradient would still move the value head by AdamW's moments.
         """
         if batch.critic is None or len(self.objectives) == 1:
             return batch
@@ -78,11 +78,11 @@ class PolicyTerms:
         return StepSums(len(batch.weight_N) / self._share, weights, critic)
 
     def has_split_units(self, batch: Batch) -> bool:
-        """Return whether a unit (here an episode) may have tokens in several micro-batches of this step."""
+        """Return whether some units are whole episodes, whose tokens may be in several micro-batches."""
         return any(self.objectives[policy].unit_level == "episode" for policy, _ in self._chosen(batch))
 
     def with_unit_logs(self, batch: Batch, logprobs_N: Tensor) -> Batch:
-        """Return a whole step with `Objective.unit_logs` of its tokens, from the current log-probs."""
+        """Add `Objective.unit_logs`, computed from the current log-probs, to the batch of a whole step."""
         there, logs_N = to_device(batch, logprobs_N.device), torch.zeros_like(logprobs_N)
         for policy, chosen in self._chosen(there):
             unit_logs = self.objectives[policy].unit_logs(_tokens(there, logprobs_N).at(chosen))
@@ -95,9 +95,9 @@ class PolicyTerms:
     ) -> tuple[Tensor, dict[str, float]]:
         """Compute a micro-batch's loss (surrogate, entropy bonus and KL term) and its metrics.
 
-        `sums` are over the whole step. If `logprobs_N` were computed with dropout, ratios and KL read
-        `batch.policy_logprob_N` instead, because the log-probs of the other policies are without dropout;
-        `logprobs_N` then only provide the gradient.
+        `sums` are over the whole step. If `logprobs_N` were computed with dropout, ratios and KL use the
+        values of `batch.policy_logprob_N`, because the log-probs of other policies are without dropout. In
+        this case `logprobs_N` only provide the gradient.
         """
         if batch.policy_logprob_N is not None:
             logprobs_N = attach_gradient(logprobs_N, batch.policy_logprob_N)

@@ -95,7 +95,7 @@ class Host:
         self._factory = learner_parts.local_learners(config, self._ranks)
 
     def _sees(self, file: Path, text: str) -> bool:
-        """Return whether every rank reads this text from `file`, so that all share the run's directory."""
+        """Return whether every rank reads this text from `file`: then all ranks share the run's directory."""
         try:
             is_seen = file.read_text(encoding="utf-8") == text
         except (OSError, UnicodeDecodeError):
@@ -126,7 +126,7 @@ class Host:
 
 
 class Call(Caller):
-    """One call, which is executed once. Every HTTP request that repeats the call streams `lines`.
+    """One call, which is executed once. Each HTTP request for the call gets `lines`, also a repeated one.
 
     `digest` is a digest of the call's arguments.
     """
@@ -193,7 +193,7 @@ class Calls:
     def call(self, session: str, number: int, name: str, body: bytes) -> Call:
         """Begin a call and return it; if the last call has this number and content, return the last call.
 
-        Raises LearnerBusy while another call or run uses the learner; LearnerLost if this process is new.
+        Raises LearnerBusy while another call or run uses the learner; LearnerLost if this process restarted.
         """
         self._refuse_other(session, number)
         digest, last = blake2b(body).digest(), self._last
@@ -216,7 +216,7 @@ class Calls:
             self._last.halt.set()
 
     def leave(self, session: str) -> None:
-        """Release the learner, so that another run may use it once a running call has ended."""
+        """Release the learner, so that another run may use it after the running call, if any, has ended."""
         if session == self._session:
             self._session = ""
 
@@ -226,9 +226,9 @@ class Calls:
         return About(version=version(), run=parse_run(self._session), call=call)
 
     def _refuse_other(self, session: str, number: int) -> None:
-        """Refuse calls of other runs until the current run leaves; a new start of the same run takes over.
+        """Raise LearnerBusy for calls of other runs until the current run leaves.
 
-        A session begins with call 1: a higher number from an unknown session raises LearnerLost.
+        A new start of the current run takes over. Raises LearnerLost if a new start's number is not 1.
         """
         if session == self._session:
             return
@@ -304,7 +304,7 @@ def _malformed(header: str, values: Sequence[str], allowed: str) -> MalformedReq
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve calls until this process is stopped; the first rank receives and relays them to the others."""
+    """Serve calls until this process is stopped. The first rank relays the calls to the other ranks."""
     parser = argparse.ArgumentParser(prog="python -m trainer_backend.learner.process")
     parser.add_argument("--host", default="127.0.0.1", help="the address that it listens on")
     parser.add_argument(

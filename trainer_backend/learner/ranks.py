@@ -52,7 +52,7 @@ class Ranks:
         return self.count > 1
 
     def rows_of_a_piece(self, rows: int, most: int) -> int:
-        """Return how many of `rows` a micro-batch gets: at most `most`, and few enough for one per rank."""
+        """Return the rows per micro-batch: at most `most`, and few enough that each rank can get one."""
         return max(1, min(most, -(-rows // self.count)))
 
     def own_pieces(self, pieces: Sequence[Item]) -> Iterator[tuple[Item, bool]]:
@@ -122,7 +122,7 @@ class Ranks:
         return replace(self, timeout_s=timeout_s)
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Call `work` on every rank. If it fails on any, all raise the error of the lowest of these ranks."""
+        """Call `work` on every rank. If some ranks fail, all ranks raise the error of the first of them."""
         if not self.are_several:
             return work()
         result: Result | None = None
@@ -147,7 +147,7 @@ class Ranks:
     def in_turns(self, work: Callable[[], Result]) -> Result:
         """Call `work`, which needs much main memory, on one rank of each node at a time.
 
-        `work` must not communicate with other ranks, because they wait.
+        `work` must not communicate with other ranks, because these are waiting for it to end.
         """
         if not self.are_several:
             return work()

@@ -154,7 +154,7 @@ class Relay:
 
     @contextmanager
     def _watch(self, name: str, caller: Caller) -> Iterator[None]:
-        """Report a failure of another rank to the caller if this rank hangs in the context because of it."""
+        """Report another rank's failure to the caller if the context does not end soon after the failure."""
         store, over = self._store, threading.Event()
         assert store is not None
 

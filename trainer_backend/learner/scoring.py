@@ -196,7 +196,7 @@ class Scorer:
         """Return the width in tokens of a packed row: at least `keys.row_tokens` and the longest segment.
 
         With `tries` and a layout that joins rows, the width grows up to a micro-batch, because only segments
-        in the same row share prefixes. With several ranks, it grows only so far that every rank gets a row.
+        in the same row share prefixes. With several ranks, it grows only to one rank's share of the tokens.
         """
         width = keys.row_tokens
         if tries is not None and self.attention.rows_are_joined:
@@ -224,10 +224,10 @@ def read_pieces(
     keys: LoopKeys,
     scorer: Scorer,
 ) -> list[list[NDArray[Any]]]:
-    """Compute [N] columns over the sampled tokens, without gradient; return each column split by segment.
+    """Compute one or more columns of numbers per sampled token, without gradient; split each by segment.
 
-    Each rank runs `forward` on one micro-batch at a time, and `columns` extracts tensors [N] from the result.
-    Segments are packed as for `scorer`.
+    Each rank runs `forward` on one micro-batch at a time. `columns` returns the columns, tensors [N], of the
+    result. Segments are packed as for `scorer`.
     """
     ranks = scorer.ranks
     packed, pieces = cut_pieces(segments, keys, scorer)
@@ -258,7 +258,7 @@ def refuse_unknown(segments: Sequence[Segment], model: PreTrainedModel) -> None:
 
 
 def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
-    """Raise SegmentError for token ids outside of 0 to `rows` - 1, the embeddings that the model has.
+    """Raise SegmentError for token ids outside of 0 to `rows` - 1; `rows` is the number of embeddings.
 
     A remote server may send such ids even if the first check of the server found none.
     """
@@ -281,7 +281,7 @@ def refuse_unknown_ids(segments: Sequence[Segment], rows: int) -> None:
 
 
 def refuse_unknown_experts(segments: Sequence[Segment], count: int) -> None:
-    """Raise SegmentError for expert indices of `count` or more, the number of experts of a layer."""
+    """Raise SegmentError for expert indices of `count` or more; each layer has `count` experts."""
     unknown = [
         segment for segment in segments if ((segment.experts >= count) & (segment.experts != UNKNOWN)).any()
     ]

@@ -166,8 +166,8 @@ def _count_norms(layers: nn.ModuleList, width: int) -> float:
 def _mlp_width(config: Any) -> int:
     """Return the width of the MLP that a token passes through, as a measure of the memory it needs.
 
-    With experts, this is the sum over a token's chosen and shared experts; each chosen expert counts half of
-    the hidden size more, for its copy of the hidden state.
+    With experts, this is the sum of the widths of a token's chosen and shared experts. Half of the hidden
+    size is added for each chosen expert, because it has a copy of the hidden state.
     """
     width = config.hidden_size
     dense = largest(config, "intermediate_size") or 4 * width
@@ -213,7 +213,7 @@ def _state_numbers(config: Any) -> int:
 def _state_space(config: Any) -> tuple[int, ...]:
     """Read the sizes of a state-space layer; all are 0 if the config has none.
 
-    The sizes are read by the first tuple of names in _STATE_SPACES that the config has.
+    _STATE_SPACES lists tuples of names of the sizes; the first tuple that the config has is used.
     """
     sizes = (tuple(int(getattr(config, name, None) or 0) for name in names) for names in _STATE_SPACES)
     return next((each for each in sizes if each[0]), (0,) * len(_STATE_SPACES[0]))

@@ -105,14 +105,14 @@ def _run(module: nn.Module, function: Callable[..., Any], *arguments: Any) -> An
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor; if it is sharded, gather it, for which all ranks must call this."""
+    """Return the whole tensor. If it is sharded, it is gathered, so all ranks must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor, ranks: Ranks) -> Tensor:
     """Return the elements of a tensor, [n], that this rank must add to a sum over all ranks.
 
-    Every element is returned on one rank only; a rank that holds copies gets an empty tensor.
+    Every element is returned on one rank only. If other ranks hold copies of it, they get an empty tensor.
     """
     is_counted, own = ranks.is_first, tensor
     if isinstance(tensor, DTensor):
@@ -175,7 +175,7 @@ def gathered_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def laid_as(weight: Tensor, full: Tensor) -> Tensor:
-    """Return the part of a whole tensor that this rank holds of `weight`: all, or its shard."""
+    """Return the part of `full` that this rank must hold: a shard if `weight` is sharded, otherwise all."""
     if not isinstance(weight, DTensor):
         return full
     return distribute_tensor(
@@ -184,5 +184,5 @@ def laid_as(weight: Tensor, full: Tensor) -> Tensor:
 
 
 def replace_whole(weight: Tensor, full: Tensor) -> None:
-    """Copy a whole tensor into a weight, which may be sharded; this rank then copies only its part."""
+    """Copy a whole tensor into a weight. If the weight is sharded, only this rank's part is copied."""
     weight.copy_(laid_as(weight, full).to(weight.dtype))

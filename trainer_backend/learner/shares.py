@@ -106,7 +106,7 @@ def save_moments(folder: Path, optimizer: torch.optim.Optimizer, ranks: Ranks) -
 
 @contextmanager
 def _as_checkpoint_error(folder: Path) -> Iterator[None]:
-    """Convert torch's CheckpointException, which is only a BaseException, to a CheckpointError."""
+    """Convert torch's CheckpointException, which is not a subclass of Exception, to a CheckpointError."""
     try:
         yield
     except CheckpointException as error:

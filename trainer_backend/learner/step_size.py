@@ -106,7 +106,7 @@ def kl_of_decisions(scored: Sequence[Scored], sample: dict[int, list[int]], scor
 
         k3 = exp(d) - 1 - d,  d = log-prob now - log-prob before
 
-    `sample` is as from `sample_decisions`; `score` computes the log-probs now. Source of k3: see core.kl.
+    `sample` is a result of `sample_decisions`. `score` computes the log-probs now. For k3 see core.kl.
     """
     rows = score([scored[number].segment for number in sample])
     nats = []

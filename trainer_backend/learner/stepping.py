@@ -30,9 +30,9 @@ _LEAVE = "Lower training.micro_batch_tokens to need less."
 def checkpoint_layers(model: PreTrainedModel, layers: bool | int = True) -> None:
     """Turn gradient checkpointing on: inside `stepping`, these layers save only their inputs.
 
-    `layers` is the key `training.gradient_checkpointing`: all layers, none, or how many, from the first on.
-    The last layers can do without: their backward pass comes first, and frees their saved tensors before any
-    layer is recomputed.
+    `layers` is the key `training.gradient_checkpointing`: all layers, none, or the number of layers, counted
+    from the first. The last layers need checkpointing least, because their backward pass comes first and
+    frees their saved tensors before any layer is recomputed.
 
     Raises:
         ModelFolderError: this architecture cannot checkpoint its layers, or cannot checkpoint only some.
@@ -77,8 +77,8 @@ def _keep_whole(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
 def stepping(model: PreTrainedModel) -> Iterator[None]:
     """Turn gradient checkpointing and the adapters' dropout on inside the context.
 
-    The model's own dropout stays off, as in scoring and sampling: with it, the probability ratio in the first
-    step would not be 1.
+    The model's own dropout stays off, as in scoring and sampling, because otherwise the probability ratio in
+    the first step would not be 1.
     """
     layers = [module for module in model.modules() if getattr(module, _SWITCH, False)]
     dropouts = (dropout for _, layer in lora_layers(model) for dropout in layer.lora_dropout.values())
@@ -130,9 +130,9 @@ class Scored:
 
 
 def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list[list[Scored]]:
-    """Group segments that must be in the same step: those of an episode if they share a ratio or weight.
+    """Group segments that must be in the same step: all of an episode if its tokens share a ratio or weight.
 
-    `levels` is for each policy the level of its ratio or weight. Other segments are groups of one.
+    `levels` maps each policy to the level of its ratio or weight. Every other segment is a group of its own.
     """
     if "episode" not in levels.values():
         return [[item] for item in scored]
@@ -146,7 +146,7 @@ def together(scored: Sequence[Scored], levels: Mapping[str, RatioLevel]) -> list
 def in_steps(order: Sequence[Sequence[Scored]], batch_decisions: int) -> Iterator[list[Scored]]:
     """Yield steps of about `batch_decisions` decisions, as equal in size as the groups of `order` allow.
 
-    So the last step is not much smaller; a small step would move the weights as far as a full one.
+    Sizes are equal because a much smaller last step would move the weights as far as a full step.
     """
     decisions = [sum(len(np.unique(item.segment.spans["decision"])) for item in items) for items in order]
     left = sum(decisions)

@@ -159,7 +159,7 @@ class PolicyUpdate:
         }
 
     def _follow(self, scores: Scores, iteration: int) -> dict[str, float]:
-        """Return the metrics optim/lr and, if the schedule adapts the rate to the iteration's KL, this KL."""
+        """Adapt the learning rate as in `StepSize.follow`; return its metrics and optim/lr."""
         with memory_watched("measuring the steps ran out of memory", hint=less_memory(self._config)):
             return {"optim/lr": self._rate()} | self._step_size.follow(
                 scores.samples.scored, iteration, lambda segments: self._scorer.score(segments, self._table)
@@ -210,7 +210,7 @@ class PolicyUpdate:
         episodes: Sequence[CreditedEpisode],
         cache: LogprobCache,
     ) -> Scores:
-        """Score all segments, or all but those of the first step if its own forward passes can score them.
+        """Score all segments; leave out those of the first step if the step's forward passes can score them.
 
         `members` are the indices of the first step's segments in `drafts`.
         """
@@ -269,12 +269,12 @@ class PolicyUpdate:
     ) -> dict[str, float]:
         """Compute the gradient of a step into the parameters' `grad`; return the step's metrics.
 
-        The drift, a sum over the micro-batches so far, is the metric DRIFT of the step (KL from the proximal
-        policy). Once it exceeds `drift_limit` (nats), the remaining micro-batches run forward only, for the
-        metrics. The caller must then discard the gradient.
+        The metric DRIFT (KL from the proximal policy) is summed over the micro-batches. Once the sum exceeds
+        `drift_limit` (nats), the remaining micro-batches run forward only, for the metrics. The caller must
+        then discard the gradient.
 
         Args:
-            step: segments with proximal log-probs, or drafts that `first` scores during this step.
+            step: the segments. They have proximal log-probs, unless `first` scores them in this step.
             episodes: the episodes of these segments, by rollout id.
             steps: number of steps in the pass.
             is_first: whether the weights are still those that computed the proximal log-probs.
@@ -319,7 +319,7 @@ class PolicyUpdate:
     def _load(self, batch: Batch, pieces: Sequence[Batch]) -> "_Load":
         """Create the `_Load` of a step.
 
-        With a balancing loss and several micro-batches, an extra forward pass first counts `of_step`.
+        With a balancing loss and several micro-batches, an extra forward pass computes `of_step`.
         """
         experts = self._scorer.experts
         load = _Load(int(batch.packed.segment_ids_BL.count_nonzero()))
@@ -475,16 +475,16 @@ class PolicyUpdate:
 
 @dataclass(slots=True)
 class _Load:
-    """Counts how many tokens of a step routers send to each expert; no counts without experts."""
+    """Counts how many of a step's tokens are routed to each expert. Unused if the model has no experts."""
 
     tokens: int
     """Number of the step's tokens, without padding."""
     of_step: Tensor | None = None
-    """[layers M, experts E], counts over the whole step; None: one micro-batch, or no balancing loss."""
+    """[layers M, experts E], counts over the whole step; None if the loss does not need them."""
     piece: Routing | None = None
     """The routing of the current micro-batch."""
     sent: Tensor | None = None
-    """[M, E], counts over this rank's micro-batches so far, without repeated ones of other ranks."""
+    """[M, E], counts over this rank's own micro-batches so far."""
 
     def keep(self) -> None:
         """Add the current micro-batch to `sent`."""
@@ -501,7 +501,7 @@ class _Load:
         return balance_loss(piece.probability_E, sent_ME.sum(dim=0).to(piece.probability_E), routed)
 
     def sent_by_all(self, ranks: Ranks) -> Tensor | None:
-        """Sum the counts `sent` [M, E] over all ranks, which must all call this; None if there are none."""
+        """Sum `sent` [M, E] over all ranks; return None without counts. All ranks must call this together."""
         own = None if self.sent is None else self.sent.cpu()
         parts = [part for part in ranks.of_every_rank(own) if part is not None]
         return torch.stack(parts).sum(dim=0) if parts else None

@@ -71,7 +71,7 @@ class ValueHead:
         return values_N
 
     def scored(self, states: Hidden) -> Tensor:
-        """Return `values`; until `settle`, also add the hidden states to the statistics for mean and std."""
+        """Return `values`. Until the mean and std are fixed, also collect the hidden states for them."""
         if self._seen is not None:
             self._seen.add(states.hidden_ND[self._read(states)])
         return self.values(states)
@@ -148,7 +148,7 @@ class _Inputs:
         ranks.sum_((self._sum_D, self._squares_D))
 
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
-        """Return mean and std [D]; a std is at least _LEAST_STD of their median. If that is 0, all are 1."""
+        """Return mean and std [D]. Each std is at least _LEAST_STD * median; all are 1 if the median is 0."""
         mean_D = self._sum_D / self.count
         square_D = self._squares_D / self.count
         variance_D = square_D - mean_D.square()

@@ -205,7 +205,7 @@ def tool_words(trajectories: Sequence[Trajectory]) -> list[str]:
 
 
 def tool_word_ids(trajectories: Sequence[Trajectory], tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """Return the token ids of `tool_words`, the only ones that model.only_tool_words lets a preset sample.
+    """Return the token ids of `tool_words`; with model.only_tool_words, a preset samples only these tokens.
 
     Raises JobError unless the environment has a single tool, with the same enum values in all episodes.
     """

@@ -68,7 +68,7 @@ def change_query(params: QueryParams, **changes: object) -> str:
 def link_list(
     path: str, params: QueryParams, *, sort: str, down: bool, sorts: Collection[str], cursor: str | None
 ) -> dict[str, Any]:
-    """Return the values for the links of a paged list: its order, and the addresses of its pages and orders.
+    """Return the template values of a paged list: how it is sorted, and the addresses to which it links.
 
     `cursor` is the position of the next page, or None on the last page. In the result, `address`, `first` and
     `later` are the addresses of the current, the first and the next page. `sorted_by` maps each column to the

@@ -40,7 +40,7 @@ def setting_differences(sides: Sequence[Story]) -> list[tuple[str, list[str]]]:
 
 
 def name_outcomes(sides: Sequence[Story]) -> list[str]:
-    """Return the distinct names of the runs' outcomes. Runs without episodes have no outcome yet."""
+    """Return the distinct names that the runs give to their outcomes. Runs without episodes are left out."""
     return list(dict.fromkeys(side.outcome for side in sides if side.last_episodes is not None))
 
 
@@ -59,9 +59,9 @@ def _difference(first: Story, other: Story) -> Interval | None:
 
 
 def _doubt(first: Story, other: Story) -> Iterator[str]:
-    """Yield reasons why equal seeds or row ids may stand for different tasks in two runs.
+    """Yield reasons why the evaluations of two runs cannot be compared, or only unfairly.
 
-    The reasons are job keys that differ, and held-out rows of the data sets that differ.
+    The runs may differ in job keys that define the tasks, or in their data sets.
     """
     # If row ids are made from the content of the rows, equal ids mean equal rows in any file and split.
     by_content = all(side.data is not None and not side.data.by_position for side in (first, other))
@@ -118,7 +118,7 @@ def summary_columns(sides: Sequence[Story]) -> list[str]:
 
 
 def summary_rows(sides: Sequence[Story]) -> list[Sequence[str]]:
-    """Return a row per run: its progress, its last evaluation, and the difference to the first run's."""
+    """Return a row per run: its progress, its last evaluation, and its mean outcome minus that of the first run."""
     has_score = _have_score(sides)
     return [
         _summary(side, _difference(sides[0], side) if at else None, has_score=has_score)
@@ -149,7 +149,7 @@ def doubts(sides: Sequence[Story]) -> list[str]:
 def _seed_sentences(sides: Sequence[Story]) -> list[str]:
     """Return sentences saying that the intervals do not include the effect of the training seed.
 
-    If some runs differ only in their seeds, the sentences name these runs, whose differences show the effect.
+    If some runs differ only in their seeds, the sentences name these runs, because they show this effect.
     """
     groups = [[sides[at].name for at in group] for group in group_seeds([side.config for side in sides])]
     groups = [names for names in groups if len(names) > 1]

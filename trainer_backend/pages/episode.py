@@ -34,7 +34,7 @@ _ANCHORS_SHOWN = 40
 
 
 def read_episode(store: Store, job_id: str, rollout_id: str) -> tuple[Job, RolloutRow, Path, StoredRollout]:
-    """Return the job of a rollout, its row in the store, its run directory, and the rollout itself."""
+    """Return a rollout's job, the rollout's row in the store, the run directory, and the rollout itself."""
     job = jobs.get(store, job_id)
     row = reads_rollouts.rollout(store, job_id, rollout_id)
     if job.run_dir is None:
@@ -46,7 +46,7 @@ def read_episode(store: Store, job_id: str, rollout_id: str) -> tuple[Job, Rollo
 def show_episode(dashboard: Dashboard, job_id: str, rollout_id: str, turn: int) -> dict[str, Any]:
     """Return the template values for the page of an episode, opened at the decision `turn`.
 
-    An episode without decisions has only the values about the whole episode.
+    If the episode has no decisions, only the values about the whole episode are returned.
 
     Raises:
         UnknownTurn: the episode has decisions, but none with the number `turn`.
@@ -113,7 +113,7 @@ def _describe(row: RolloutRow, episode: Trajectory | None, learned: int | None) 
 def _find_segment(
     episode: Trajectory, columns: list[dict[str, Any]], run_dir: Path, rollout_id: str, turn: int
 ) -> dict[str, Any]:
-    """Return template values about the segment that trains a decision, or the reason why no segment does."""
+    """Return template values about the segment with a decision's trained tokens, or why there is none."""
     try:
         segments = build_segments(episode.steps, rollout_id=rollout_id)
     except SegmentError as error:

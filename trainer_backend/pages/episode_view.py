@@ -1,4 +1,4 @@
-"""Pure: makes what an episode's page shows: a line per decision, and one decision with its whole prompt.
+"""Pure: makes the contents of an episode's page: a line per decision, and one decision in detail.
 
 `turnwise inspect` and the report use these functions too, so they show the same texts.
 """
@@ -50,7 +50,7 @@ def action_text(step: StepData) -> str:
 
 
 def interaction_texts(step: StepData) -> list[str]:
-    """Return what a simulated user answered and no prompt shows: the last response, and the metadata."""
+    """Return the texts of an interaction that no prompt shows: its last response, and its metadata."""
     answer = step.step_info.user_answer
     if answer is None:
         return []
@@ -63,7 +63,7 @@ def interaction_texts(step: StepData) -> list[str]:
 def last_message(step: StepData) -> str:
     """Return the text of the last message of a decision's prompt.
 
-    Outside of conversations each decision has a fresh prompt, of which only the last message changes.
+    It is for episodes that are not conversations: their prompts differ only in the last message.
     """
     return "".join(str(message.content or "") for message in step.observation_data.messages[-1:])
 
@@ -125,11 +125,11 @@ BAR_WIDTH = 64.0
 
 
 def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[dict[str, Any]]:
-    """Return a dict for every decision of an episode, from which a template makes a line.
+    """Return the template values of the list of decisions: a dict for every decision of an episode.
 
     `columns` has the stored columns of each decision, or is empty. In the result, `action` contains the
     executed actions or, in a conversation, the tool calls or the text. `unlocked` contains the achievements
-    that are new in the episode, and `payments` the other rewards and costs. `bar` is None without credit.
+    that are new in the episode, and `payments` the other rewards and costs. `bar` shows the advantage, if any.
     """
     stored: list[Columns] = [*columns, *[{}] * (len(episode.steps) - len(columns))]
     largest = max((abs(row["advantage"]) for row in stored if row.get("advantage") is not None), default=0.0)
@@ -257,7 +257,7 @@ def credit_figures(stored: Columns, show: Callable[[float], str]) -> list[Figure
 def credit_lines(stored: Columns) -> list[tuple[str, str]]:
     """Return the equations that compute a decision's advantage from its parts, each with an explanation.
 
-    Return an empty list if the file names no known estimator, for example if an earlier version wrote it.
+    Return an empty list if the stored estimator is missing or unknown, as in files of earlier versions.
     """
     plug, numbers = ESTIMATORS.get(stored.get("estimator") or ""), _numbers(stored)
     if plug is None:
@@ -269,7 +269,7 @@ def credit_lines(stored: Columns) -> list[tuple[str, str]]:
 def _numbers(stored: Columns) -> dict[str, float | None]:
     """Return the stored reward, return-to-go, advantage, and parts of the advantage by name.
 
-    Some parts are columns of their own in files that earlier versions wrote.
+    Earlier versions stored some parts in separate columns instead of in `advantage_parts`.
     """
     names = {*PARTS, "reward", "return_to_go", "advantage"}
     return {name: stored.get(name) for name in names} | (stored.get("advantage_parts") or {})
@@ -279,7 +279,7 @@ _ROUNDING = 1e-12  # smaller values are rounding errors of sums, and are shown a
 
 
 def _shown(value: float) -> str:
-    """Format a value with three decimals, so that readers can check sums, or below 0.1 with three digits."""
+    """Format a value so that readers can check sums: three decimals, or below 0.1 three significant digits."""
     value = 0.0 if abs(value) < _ROUNDING else value
     text = f"{value:.3f}" if abs(value) >= 0.1 or value == 0.0 else f"{value:.3g}"
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text

@@ -39,10 +39,10 @@ NO_SETTINGS = frozenset({"job.name", "job.seed", "job.runs_dir", "services.gatew
 
 
 def group_seeds(configs: Sequence[str]) -> list[list[int]]:
-    """Group jobs that differ only in NO_SETTINGS, such as the seed. Return a list of job indices per group.
+    """Group jobs that differ only in seed, name, folder or host. Return a list of job indices per group.
 
-    `configs` contains each job as TOML. Jobs that all have the same seed are not grouped: each of them is a
-    group of its own.
+    `configs` contains each job as TOML. If the jobs of a group all have the same seed, each becomes a group
+    of its own.
     """
     jobs = [dict(_leaves(_values(config))) for config in configs]
     groups: dict[frozenset[tuple[str, str]], list[int]] = {}
@@ -110,7 +110,7 @@ def _text(value: Any) -> str:
 def _default(table: str, key: str) -> str:
     """Return the default of a key as text, or NONE if the key has no default.
 
-    In a list of tables, such as [[rollout_only]], `key` is `name.key`.
+    For a list of tables, such as [[rollout_only]], `key` begins with the name of a table: `name.key`.
     """
     content = JobConfig.model_fields.get(table)
     field = table_model(content).model_fields.get(key.rpartition(".")[2]) if content is not None else None

@@ -28,7 +28,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def number(value: float | None, form: Form = "number") -> str:
-    """Format a value with three significant digits, or with all digits before the point if these are more.
+    """Format a value with three significant digits, but always with all digits before the decimal point.
 
     0.0312 -> "0.0312", 8.484 -> "8.48", 2932 -> "2,932"; percent 0.1524 -> "15.2 %"; 12.2995 s -> "12.3 s".
     """
@@ -42,7 +42,7 @@ def number(value: float | None, form: Form = "number") -> str:
 
 
 def signed(value: float | None, form: Form = "number") -> str:
-    """Format a value with its sign, also a positive one. It is for values that readers compare with 0."""
+    """Format a value that readers compare with 0. A positive value gets a plus sign."""
     if value is None or not value:
         return NONE if value is None else number(0, form)
     return ("+" if value > 0 else MINUS) + number(abs(value), form)
@@ -68,7 +68,7 @@ def duration(seconds: float | None) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """Format an estimated duration in the largest unit that fits into it twice: 90 s, 24 min, 3 h."""
+    """Format an estimated duration in the largest unit of which it has at least two: 90 s, 24 min, 3 h."""
     for size_s, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         if seconds >= 2 * size_s:
             return f"{round(seconds / size_s)} {unit}"

@@ -81,7 +81,7 @@ def page(template: str, *, status: int = 200, **values: Any) -> HTMLResponse:
 
 
 def list_page(template: str, **values: Any) -> HTMLResponse:
-    """Render a page with a list. The browser then shows `values["address"]`, without empty form fields."""
+    """Render a page with a list, and let the address bar of the browser show `values["address"]`."""
     answer = page(template, **values)
     answer.headers["HX-Push-Url"] = values["address"]
     return answer

@@ -85,9 +85,9 @@ _TABLE: tuple[Panel, ...] = (
 
 
 def fill(table: Iterable[Panel], metrics: Sequence[Metric]) -> tuple[Panel, ...]:
-    """Return the panels of `table` and of the metrics, filled with the metrics' lines and sorted by section.
+    """Return the panels that `table` or a metric defines, sorted by section and filled with the metrics' lines.
 
-    In a panel, lines of iterations come first. Otherwise lines have the order in which metrics are declared.
+    In a panel, the lines of iterations come first. Lines of the same kind keep the order of `metrics`.
     """
     own = dict.fromkeys(metric.panel for metric in metrics if isinstance(metric.panel, Panel))
     panels = sorted((*table, *own), key=lambda panel: get_args(Section).index(panel.section))
@@ -107,14 +107,14 @@ PANELS = fill(_TABLE, DECLARED)
 
 
 def restrict(panels: Iterable[Panel], metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Return only the panels and lines for which a run has `metrics`, given as (kind, metric) pairs."""
+    """Drop the lines whose metrics a run lacks, and empty panels. The run has these (kind, metric) pairs."""
     pairs = sorted(set(metrics))
     lines = [tuple(line for part in panel.lines for line in _lines(part, pairs)) for panel in panels]
     return [replace(panel, lines=own) for panel, own in zip(panels, lines, strict=True) if own]
 
 
 def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
-    """Drop the panel of unique achievements if they are the `outcome`, because another panel shows them.
+    """Drop the panel "unique" if unique achievements are the outcome, which the panel "outcome" shows.
 
     The panel "outcome" then gets the title of the dropped panel.
     """

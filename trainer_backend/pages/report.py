@@ -176,9 +176,9 @@ def _turn_chart(key: str, title: str, note: str, lines: Lines) -> Chart:
 
 
 def _achieved_by_turn(windows: Sequence[tuple[str, Sequence[Row]]]) -> tuple[str, str, Lines] | None:
-    """Return the title, note and lines of a chart by turn, of first unlocks or of a dialogue's scores.
+    """Return the title, note and lines of a chart by turn: first unlocks, or else a dialogue's scores.
 
-    Return None if the environment has neither.
+    Return None if the rows contain neither.
     """
     rows = [row for _, part in windows for row in part]
     if all("episode/unique_achievements" in row for row in rows):

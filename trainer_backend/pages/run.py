@@ -58,7 +58,7 @@ _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The other runs and the chart settings in the query string of a page, which static/charts.js updates."""
+    """The query string of a run's page: other runs to overlay, and chart settings. static/charts.js changes it."""
 
     others: Annotated[tuple[str, ...], Query(alias="with")] = ()
     x: Literal["", "steps", "tokens", "hours"] = ""  # the horizontal axis; empty: iterations
@@ -69,7 +69,7 @@ class View:
     pin: str = ""  # the reference run of a comparison
 
     def query(self, others: Sequence[str]) -> str:
-        """Return the query string of this view, with `others` in place of its other runs."""
+        """Return the query string with the chart settings of this view, and with `others` as the runs to overlay."""
         view = {"x": self.x, "smooth": self.smooth, "log": self.log, "seeds": self.seeds, "pin": self.pin}
         chosen = [(name, str(value)) for name, value in view.items() if value]
         return urlencode([*(("with", other) for other in others), *chosen])
@@ -122,9 +122,9 @@ def head(request: Request, job_id: str) -> Response:
 
 @router.get("/runs/{job_id}/charts")
 def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> JSONResponse:
-    """Send the chart values that static/charts.js reads.
+    """Send the values of the page's charts to static/charts.js.
 
-    With `rest`, they are the values of the charts of metrics that no panel of the page shows.
+    With `rest`, send those of the generated charts instead, whose metrics no panel of the page shows.
     """
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)

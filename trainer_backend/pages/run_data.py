@@ -153,8 +153,8 @@ def last_values(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]], pin: s
     """Return a table of each group's last figures, and of their differences to a reference group.
 
     The reference is the group with the run `pin`. Each item of `rows` is a group, with `pinned` (whether it
-    is the reference) and `cells`, one per figure. A cell contains three texts: the `value` (the mean over the
-    runs), the `difference`, and `reach`, which is the range from the lowest to the highest run.
+    is the reference) and `cells`, one per figure. A cell contains three texts: `value` (the mean over the
+    runs), `difference`, and `reach` (the lowest and the highest value of the runs).
     """
     kinds = [{row["kind"]: row for row in run.rows} for run in runs]
     last = [{**rows.get("iteration", {}), **rows.get("evaluation", {})} for rows in kinds]

@@ -53,7 +53,7 @@ def make_head(
 
 
 def seconds_an_iteration(times: Mapping[str, Curve]) -> float | None:
-    """Return the mean seconds of the last iterations, summed over the stages; None without iterations."""
+    """Return the mean seconds that a recent iteration takes, all stages together; None without iterations."""
     return sum(fmean(curve.values[-5:]) for curve in times.values()) if times else None
 
 
@@ -106,7 +106,7 @@ FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
 def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: str) -> list[Figure]:
     """Return (name, value, note) of each key figure as texts. Both lists of rows start with the oldest row.
 
-    A note contains the 95 % interval, lost episodes, and the figure's meaning or its value in the first row.
+    A note has the 95 % interval, the losses, and the figure's meaning or, without one, its first value.
     """
     figures = []
     for name, metric, form, unit, note in FIGURES:

@@ -68,8 +68,8 @@ def make_curve(
 def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence[int], Sequence[float]]]:
     """Return (iterations, values) of the lower and the upper bound of a line's band; empty without a band.
 
-    If the chart shows a single run (`alone`), a thinned line without a band gets the extremes between its
-    points as its band.
+    If the chart shows a single run (`alone`), a line without bounds whose points were thinned also has a
+    band: the extremes of the omitted values.
     """
     bounds = [curves[line.kind, name] for name in line.bounds if (line.kind, name) in curves]
     if len(bounds) == 2:
@@ -109,9 +109,9 @@ def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
     """Return the horizontal axes of a run, except for the axis of iterations.
 
     `rows` contains the available AXIS_METRICS of every iteration. `steps` and `tokens` are the total env
-    steps and sampled tokens up to each iteration. `hours` count from the first rollout after a start of the
-    run to the end of learning. They include evaluations and waits for slow task apps, but neither the warm-up
-    nor the pauses between starts.
+    steps and sampled tokens up to each iteration. `hours` is the time from the first rollout to the end of
+    each iteration. It includes evaluations and waits for slow task apps, but neither the warm-up nor the
+    pauses between two starts of the run.
     """
     each = {
         "steps": {
@@ -128,9 +128,9 @@ def add_up_axes(rows: Mapping[int, Mapping[str, Any]]) -> Axes:
 
 
 def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    """Return the hours that each iteration adds, from the end of the previous iteration to its own end.
+    """Return for each iteration the hours from the end of the previous iteration to its own end.
 
-    The first iteration after a start of the run counts from its own beginning.
+    For the first iteration after a start of the run, return the hours from its own beginning instead.
     """
     added, before = {}, None
     for at in sorted(rows):
@@ -145,10 +145,10 @@ def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
 
 
 def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, Any]:
-    """Return the iterations at which charts have values, and each run's positions at them on each axis.
+    """Return the iterations at which charts have values, and every run's position on each axis there.
 
-    An axis is left out if any run lacks it. Before a run's first iteration, the position is 0. At an
-    iteration without a position, the run keeps the position of its last earlier iteration.
+    An axis is left out if any run lacks it. Before a run's first iteration, the position is 0. If an
+    iteration has no position, the position of the last earlier iteration is used.
     """
     at = sorted({x for chart in charts if chart["unit"] == "iteration" for x in chart["x"]})
     shared = [axis for axis in AXES if axes and all(axis in own for own in axes)]

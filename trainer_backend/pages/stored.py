@@ -194,7 +194,7 @@ StoredRollout = tuple[Rollout, list[dict[str, Any]]]
 
 
 def read_stored(path: Path, rollout_id: str) -> StoredRollout:
-    """Return a rollout as it was collected, and the stored columns of each decision; none if it failed."""
+    """Return a rollout, and the stored columns of each of its decisions. A failed rollout has no columns."""
     try:
         return _read(path, path.stat().st_mtime_ns, rollout_id)
     except (OSError, RunDirectoryError) as error:

@@ -52,7 +52,7 @@ class Story:
 
     @property
     def by_actor(self) -> list[Row]:
-        """The iterations in which the actor played; in a mixture, fixed policies play some alone."""
+        """The iterations in which the actor played. In a mixture, only fixed policies may play an iteration."""
         return [row for row in self.iterations if "episode/outcome_reward" in row]
 
     @property
@@ -88,7 +88,7 @@ class Story:
 
     @property
     def last_episodes(self) -> Row | None:
-        """The row of the last evaluation or, if none exists, of the last iteration; it names the outcome."""
+        """The row of the last evaluation or, if none exists, of the last iteration. `outcome` reads it."""
         return next(iter(self.evaluations[-1:] + self.iterations[-1:]), None)
 
     @property

@@ -2,8 +2,8 @@
 
 A `Run` is a range of adjacent tokens: the tokens that one decision sampled, or the context before or after
 it. A token has up to three CSS classes: `a` for its advantage, `p` for its probability, and `m` for its mask.
-The reader chooses the class that colours the page. The number in a class is a step of a scale, because the
-page allows no inline styles, so the style sheet must define each colour.
+The reader chooses which of them colours the tokens. The number in a class is a step of a colour scale. The
+style sheet defines the colour of each step, because the page allows no inline styles.
 """
 
 import math
@@ -37,8 +37,8 @@ def segment_view(
 
     `runs` contains the decision, the decisions before and after it, and the context around them. The `turn`
     of a run is None for context. A long run has only its first tokens (`tokens`) and its last tokens
-    (`rest`), and `folded` counts the tokens between them. `before` and `after` count the tokens of the
-    segment outside of `runs`, and name a turn whose page shows these tokens.
+    (`rest`), and `folded` counts the tokens between them. `before` and `after` contain the number of
+    tokens before and after `runs`, and the turn of the nearest decision there.
 
     `index` is the segment's position in the episode, from 0, and `turn` a decision that the segment trains.
     `advantages` contains the advantages of each decision (`token_advantages`).

@@ -78,12 +78,12 @@ class _Life:
     announced: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the process answers requests."""
     moves: list[tuple[str, str]] = field(default_factory=list)
-    """Former and new addresses of vLLM servers that have moved, until they are sent to the process."""
+    """Former and new address of each vLLM server that has moved, if the process does not know it yet."""
     tasks: list[asyncio.Future[Any]] = field(default_factory=list)
     """Three tasks, which wait for the end of the process, the end of the call `serve`, and `announced`."""
     has_answered: bool = False
     fault: Exception | None = None
-    """Set if a further process would fail too: the error to raise instead of starting one."""
+    """If a further process would fail too: the error to raise instead of starting another process."""
 
     async def await_serve_result(self) -> None:
         """Wait for the result of the call `serve` after its process has ended."""
@@ -99,7 +99,7 @@ class Gateway(Worker):
 
     Args:
         number: index among the gateways of the run.
-        setup: makes the setup of a process from the version, and from whether the process is the first one.
+        setup: returns the setup of a process, given the version, and whether it is the first process.
         say: receives a line of text for each process that dies, and each message of a process.
         launcher: starts the processes.
         keys: the keys for requests and for calls, by the name of the environment variable.
@@ -152,7 +152,7 @@ class Gateway(Worker):
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the gateway's process; None before the first process."""
+        """The id of the gateway's process; None before the first process."""
         return None if self._life is None else self._life.child.pid
 
     async def keep(self, version: PolicyVersion) -> str:
@@ -227,7 +227,7 @@ class Gateway(Worker):
                 await self._pass_moves_on(self._life)
 
     async def totals(self) -> dict[str, float]:
-        """Read and return the actor's counts since the start of the run.
+        """Read and return the counts of the actor's requests, tokens and so on, since the start of the run.
 
         If the process does not answer, return the counts that were read last.
 
@@ -244,7 +244,7 @@ class Gateway(Worker):
 
     @property
     def known_totals(self) -> dict[str, float]:
-        """Return the counts that were read last, summed over all processes so far; they never decrease."""
+        """The counts that were read last, summed over all processes so far; they never decrease."""
         return added([self._ended, self._newest])
 
     async def close(self) -> None:

@@ -95,8 +95,8 @@ class Gateways:
     async def totals(self) -> dict[str, float]:
         """Return the counts summed over all gateways, and the number of restarts of gateways.
 
-        If a gateway can no longer serve, return the last known counts instead of raising an error, because
-        the caller must first save an update. The next call that needs the gateways raises the error.
+        If a gateway can no longer serve, return the last known counts, so that the caller can still save an
+        update. The next call that needs the gateways raises the error.
         """
         reading = _all(gateway.totals() for gateway in self.gateways)
         try:

@@ -1,10 +1,10 @@
 """Launchers start the processes of a run. Two of them are defined here: `local` and `external`.
 
-`local` starts child processes. `external` does so too, except for the learner: Slurm, Kubernetes or Compose
-starts it, and the launcher only has its address.
-
 A role is a program of the run, such as the learner or a gateway. A launcher starts the process of a role and
 returns a handle. The caller decides what happens when the process ends; most callers start a new process.
+
+`local` starts child processes. `external` does so too, except for the learner: Slurm, Kubernetes or Compose
+starts the learner, and the launcher only has the learner's address.
 """
 
 import asyncio

@@ -104,7 +104,7 @@ class PolicyServer:
 
     Args:
         job_name: the first part of the names of the policies, such as `{job_name}/actor`.
-        table: [inference]; its `threads` are those of each engine.
+        table: [inference]; every engine gets the number of threads in `threads`.
         key: the key that callers must send; None: a new random key; "none": callers on this machine need no
             key.
         directory: the run's directory, in which versions are written for the engines. None: a local engine
@@ -210,7 +210,7 @@ class FolderPolicy:
             yield self._server.inference
 
     async def while_serving(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run work that uses the server, as `parts.InferenceServer.while_serving` does."""
+        """Run `work`, which uses the server, in the same way as `parts.InferenceServer.while_serving`."""
         broken = asyncio.ensure_future(first_breakdown([self._policy]))
         try:
             return await while_unbroken(broken, work)

@@ -56,7 +56,7 @@ class ProcessEngine(Engine):
 
     @property
     def pid(self) -> int | None:
-        """Return the id of the process; None before the start."""
+        """The id of the process; None before the start."""
         return None if self._child is None else self._child.pid
 
     async def begin(self) -> None:

@@ -433,7 +433,7 @@ def make_bundle(resources: Resources) -> dict[str, float]:
 
 
 def never_fits(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], count: int) -> str | None:
-    """Return why `count` bundles do not fit these nodes even if no process runs there, else None. Pure."""
+    """Return why `count` bundles do not fit even if the nodes run no process; None if they fit. Pure."""
     rooms = [min(int(node.get(name, 0) // need) for name, need in bundle.items()) for node in nodes]
     if sum(rooms) >= count:
         return None
@@ -448,9 +448,9 @@ def in_words(bundle: Mapping[str, float]) -> str:
 
 
 def on_node(value: str, node: Node) -> str:
-    """Translate a path of this machine's interpreter or package to the path on a node. Pure.
+    """Translate the path of the interpreter, or a path in the package, to the path on a node. Pure.
 
-    Other values are returned unchanged.
+    Any other value is returned unchanged.
     """
     if value == sys.executable:
         return node.python

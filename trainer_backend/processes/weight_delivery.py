@@ -32,7 +32,7 @@ _KEPT_VERSIONS = 2
 async def on_thread(work: Callable[..., Result], *arguments: Any) -> Result:
     """Run `work` on a thread and return its result.
 
-    A cancelled call also waits until `work` has ended, because the learner may be saved next.
+    If the call is cancelled, wait until `work` has ended, because the caller may save the learner next.
     """
     working = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
     try:
@@ -48,7 +48,7 @@ class WeightFolders:
     be reading the previous one.
 
     Args:
-        prompt_tokens: most tokens of the test prompt that the learner scores for each version; 0: no prompt.
+        prompt_tokens: most tokens of the prompt with which servers check a version; 0: no check.
         has_adapters: whether the folders contain adapters only. The base model is then written once, with the
             first version.
         sleeps: whether vLLM servers sleep while the learner works.
@@ -96,11 +96,11 @@ class WeightFolders:
         await loading
 
     def serve_again(self) -> None:
-        """Do nothing: a restarted engine reads the newest version's folder without the learner."""
+        """Do nothing, because a restarted engine reads the newest version from its folder."""
 
     @property
     def renew(self) -> Callable[[str], None] | None:
-        """Return a function that restarts the server at an address; None if the run started no servers."""
+        """A function that restarts the server at an address; None if the run started no servers."""
         return None if self.servers is None else self.servers.renew
 
     async def close(self) -> None:
@@ -135,7 +135,7 @@ class WeightFolders:
 
 
 class WeightCopies(WeightFolders):
-    """Writes nothing: an engine in this process copies the weights from the learner's model."""
+    """Lets an engine in this process copy the weights from the learner's model, without writing folders."""
 
     def __init__(self, learner: Learner) -> None:
         super().__init__(learner, Path())

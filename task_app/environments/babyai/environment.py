@@ -166,8 +166,8 @@ class BabyAIEnvironment(OneCallEnvironment):
     ) -> Observation:
         """Make the observation of the current state.
 
-        If `before`, the state at the last observation, is given, `no_effect` is computed: it is true if the
-        two states are equal.
+        `before` is the state at the last observation. If it is given, the argument `no_effect` is ignored,
+        and the observation says `no_effect` if the state has not changed.
         """
         level = started(self._level)
         self._state = level.state()

@@ -66,8 +66,8 @@ class Level:
     def objects(self) -> list[dict[str, Any]]:
         """List the visible objects, nearest first.
 
-        Each object is a dict: its `words` (such as `red ball`), its distances `ahead` and to the `right` of
-        the agent in cells (negative: to the left), and its `role` in the mission, which `_role` returns.
+        Each object is a dict. `words` names the object (such as `red ball`). `ahead` and `right` are its
+        distances from the agent in cells (negative `right`: to the left). `role` is the result of `_role`.
         """
         from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
 
@@ -113,8 +113,8 @@ class Level:
 def _role(instruction: Any, item: Any) -> str | None:
     """Return an object's role in a mission, or None if the mission does not concern the object.
 
-    The role `move` belongs to an object that must be put next to another object, the role `beside` to that
-    other object, and the role `goal` to the object of any other instruction.
+    If an instruction says to put one object next to another, the first has the role `move`, and the other
+    has the role `beside`. The object of any other instruction has the role `goal`.
     """
     for name, role in (("desc", "goal"), ("desc_move", "move"), ("desc_fixed", "beside")):
         described = getattr(instruction, name, None)

@@ -38,8 +38,8 @@ def compact_text(data: Mapping[str, Any]) -> str:
 
     The mission comes first. Each visible object follows with its role in the mission, or `see` if it has
     none, and its distance (here 3 cells ahead and 2 to the right). `free` counts the free cells in each
-    direction, and `did` lists the last actions. The roles are given because it is hard for so small a model
-    to find the mission's objects by comparing words.
+    direction, and `did` lists the last actions. The roles are given because a model this small can hardly
+    find the mission's objects by comparing words.
     """
     words = [data["mission"]]
     for item in data["objects"]:
@@ -61,7 +61,7 @@ _WAYS = ("{} ahead", "{} to the right", "{} to the left")
 
 
 def _legs(item: Mapping[str, Any], ahead: str, right: str, left: str) -> Iterator[str]:
-    """Yield an object's distances ahead and to a side, each formatted with its template; omit zeros."""
+    """Yield an object's distances as texts, such as `F3` for the template `F{}`; leave out zeros."""
     if item["ahead"]:
         yield ahead.format(item["ahead"])
     if item["right"]:

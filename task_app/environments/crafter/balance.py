@@ -1,9 +1,9 @@
 """Spawns and despawns creatures every tenth step, chunk by chunk (a chunk is 12x12 cells of the world).
 
 The published package crafter ("stock") examines the cells and creatures of every chunk. This module reads
-counters, which show the few chunks where a creature can spawn or despawn. Stock draws the creature to despawn
-from a set. The order of a set depends on memory addresses, so it differs between processes. This engine, and
-the reference implementation in the tests, draw from a list in *order of creation* instead.
+counters instead, which show the few chunks where a creature can spawn or despawn. Stock draws the creature to
+despawn from a set. The order of a set depends on memory addresses, so it differs between processes. This
+engine and the reference implementation in the tests draw from a list, which is in *order of creation*.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ GRASS, PATH = MATERIAL_IDS["grass"], MATERIAL_IDS["path"]
 
 @dataclass(frozen=True, slots=True)
 class Habitat:
-    """Where, and with which probability, one kind of creature spawns and despawns.
+    """The rules by which one kind of creature spawns and despawns.
 
-    `spawn_distance` and `despawn_distance` are the least distances from the player, in cells, at which a
-    creature spawns or despawns. `spawn_chance` and `despawn_chance` are probabilities per chunk and call of
-    `balance`.
+    A creature spawns only if it is at least `spawn_distance` cells away from the player, and despawns only if
+    it is at least `despawn_distance` cells away. `spawn_chance` and `despawn_chance` are probabilities per
+    chunk and call of `balance`.
     """
 
     kind: int
@@ -70,9 +70,9 @@ def balance(world: World, player: Player) -> None:
 
 
 def _adjust(world: World, player: Player, chunk: int, habitat: Habitat, fewest: int) -> None:
-    """Spawn a creature if the chunk has fewer than `fewest`, otherwise despawn one.
+    """Spawn a creature if the chunk has fewer than `fewest`; otherwise it has too many, so despawn one.
 
-    This happens only with the probability and at the distance from the player that `habitat` states.
+    `habitat` states with which probability, and how far from the player, a creature spawns or despawns.
     """
     kind = habitat.kind
     if world.population[chunk * KIND_COUNT + kind] < fewest:

@@ -119,7 +119,7 @@ class BalrogEnvironment(CrafterEnvironment):
         return self._play(word, None if word in ANSWERS else f"{word[:_CLIP]!r} is no action; {known}")
 
     def step(self, calls: Sequence[ToolRequest], *, invalid_reason: str | None = None) -> DecisionOutcome:
-        """Execute the action of a call of `interact_many`, as `answer` executes the action that a text names.
+        """Execute the one action in a call of the tool `interact_many`, or a noop if the call is refused.
 
         The prompt does not offer this tool to the model.
         """
@@ -199,9 +199,9 @@ def _describe_offset(dx: int, dy: int) -> str:
 
 
 def _clear_old_texts(turns: Sequence[Sequence[str]], *, texts: int) -> list[tuple[str, str]]:
-    """Return role and text of each past turn.
+    """Return the role and the text of each past turn.
 
-    Only the last `texts` observations keep their text; an older one is reduced to its heading.
+    The last `texts` observations keep their text. Of an older observation, only the heading remains.
     """
     shown = []
     for role, text in reversed(turns):

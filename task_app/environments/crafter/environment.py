@@ -214,8 +214,8 @@ def _visible_state(engine: CrafterEngine) -> tuple[Any, ...]:
     """Return the values that are compared to decide whether an action had an effect.
 
     Health, food, drink and energy are left out, because they also change by themselves. Achievement counters
-    are included because drinking changes none of the other values, and neither does collecting a tenth stone,
-    for which the inventory has no room. The health of the faced creature shows whether a blow hit.
+    are included, because some actions change no other value: drinking, and collecting a tenth stone, which
+    does not fit into the inventory. The health of the faced creature shows whether a blow hit.
     """
     player = engine.player
     counts = tuple(player.achievements.values())

@@ -54,7 +54,7 @@ _EDGES = {
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The content of the compact text as values. A teacher without memory decides from these values alone."""
+    """The values that the compact text shows. A scripted teacher without memory decides from them alone."""
 
     inventory: Mapping[str, int]
     """All 16 item counts, including health, food, drink and energy."""
@@ -63,15 +63,15 @@ class Facts:
     facing: str
     """Name of the direction in which the player looks."""
     target: str
-    """Name of the cell in front of the player: of the thing on it, or else of its material."""
+    """Name of the thing in front of the player; if no thing is there, the name of the cell's material."""
     neighbours: Mapping[str, str]
     """By direction (left, right, up, down): the name of the neighbouring cell."""
     near: frozenset[str]
     """Those of `table` and `furnace` that are in crafting range."""
     walks: Mapping[str, Walk]
-    """By kind: the walk to the nearest thing or place that can be reached and is not faced already."""
+    """By kind: the walk to the nearest reachable thing or place that the player does not face already."""
     lava: tuple[Leg, ...]
-    """Offset of the nearest visible lava: first the columns, then the rows. It is not a walk."""
+    """Offset from the player to the nearest visible lava: the columns, then the rows. It is not a walk."""
     sleeping: bool
     """Whether actions are ignored until the player wakes up."""
     dark: bool

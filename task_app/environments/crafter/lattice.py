@@ -92,8 +92,8 @@ def lattice_around(x_N: Floats, y_N: Floats, z_N: Floats) -> Lattice:
 def _slots(x_N: Floats, y_N: Floats, z_N: Floats) -> tuple[Ints, Ints, Bools]:
     """Return the slots of points that lie at (x, y, z) inside their lattice cell.
 
-    The arrays are [K, N, 3] the offset o of each lattice point, [K, N, 3] the part of o to subtract last, and
-    [K, N] whether the slot is used.
+    Returns three arrays: the offset o of each lattice point [K, N, 3], the part of o that `lattice_around`
+    subtracts last [K, N, 3], and whether the slot is used [K, N].
     """
     total = x_N + y_N + z_N
     near, far = total <= 1, total >= 2
@@ -141,7 +141,7 @@ def _case_tables() -> tuple[Ints, Ints, Bools]:
 
 
 def _near_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
-    """Return each point's case number, which is valid for points in the tetrahedron at (0,0,0)."""
+    """Compute the case number of each point, assuming that it lies in the tetrahedron at (0,0,0)."""
     z_for_b = (x_N >= y_N) & (z_N > y_N)
     z_for_a = (x_N < y_N) & (z_N > x_N)
     a_score, a_point = np.where(z_for_a, z_N, x_N), np.where(z_for_a, 4, 1)
@@ -152,7 +152,7 @@ def _near_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
 
 
 def _far_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
-    """Return each point's case number, which is valid for points in the tetrahedron at (1,1,1)."""
+    """Compute the case number of each point, assuming that it lies in the tetrahedron at (1,1,1)."""
     z_for_b = (x_N <= y_N) & (z_N < y_N)
     z_for_a = (x_N > y_N) & (z_N < x_N)
     a_score, a_point = np.where(z_for_a, z_N, x_N), np.where(z_for_a, 3, 6)
@@ -163,7 +163,7 @@ def _far_case(x_N: Floats, y_N: Floats, z_N: Floats, total: Floats) -> Ints:
 
 
 def _middle_case(x_N: Floats, y_N: Floats, z_N: Floats) -> Ints:
-    """Return each point's case number, which is valid for points in the octahedron."""
+    """Compute the case number of each point, assuming that it lies in the octahedron."""
     a_sum, b_sum, c_sum = x_N + y_N, x_N + z_N, y_N + z_N
     a_score, a_point, a_far = _side(a_sum, 3, 4)
     b_score, b_point, b_far = _side(b_sum, 5, 2)
@@ -185,10 +185,10 @@ def _middle_case(x_N: Floats, y_N: Floats, z_N: Floats) -> Ints:
 
 
 def _side(total: Floats, far_point: int, near_point: int) -> tuple[Floats, Ints, Bools]:
-    """Compare two opposite corners of the octahedron, given the sum of two coordinates of each point.
+    """Find which of two opposite corners of the octahedron is nearer to each point.
 
-    Returns the score |total - 1| of each point, the corner that is nearer to the point, and whether that
-    corner is `far_point`.
+    `total` is the sum of two coordinates of each point. Returns for each point the score |total - 1|, the
+    nearer corner, and whether the nearer corner is `far_point`.
     """
     far = total > 1
     return np.where(far, total - 1, 1 - total), np.where(far, far_point, near_point), far

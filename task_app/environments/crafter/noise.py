@@ -49,7 +49,7 @@ GRADIENTS = np.array(
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The lattice points that a layer's noise sums over: index, offset and weight of each slot.
+    """The slots of a layer: index, offset and weight of each lattice point that its noise sums over.
 
     Unused slots have weight 0. `point_KN` are indices into the P lattice points of `Geometry`.
     """
@@ -113,7 +113,7 @@ def _layer_noise(
 
 
 def permutation(seed: int) -> Ints:
-    """Return [256] the numbers 0 .. 255 in an order that depends on the seed.
+    """Return the numbers 0 .. 255 in an order that depends on the seed, as an array [256].
 
     They are shuffled by OpenSimplex's own 64-bit linear congruential generator.
     """
@@ -162,8 +162,8 @@ def _make_layer(point_KN: Ints, offset_KN3: Floats, weight_KN: Floats) -> Layer:
 def _layer_points(name: str) -> tuple[Floats, Floats, Floats]:
     """Return the coordinates x, y, z [N] at which the noise of a layer is evaluated.
 
-    Divisions follow stock's order, so that they round as in stock: a tunnel layer first computes 2 * x and y
-    / 5 (or x / 5 and 2 * y), and then divides by its size.
+    Divisions follow stock's order, so that they round as in stock: for a tunnel layer, this function first
+    computes 2 * x and y / 5 (or x / 5 and 2 * y), and then divides both by the layer's size.
     """
     z, size = LAYERS[name]
     x_N = np.repeat(np.arange(AREA, dtype=np.float64), AREA)

@@ -17,8 +17,8 @@ RIPE_AFTER = 300
 class Being(Interactive):
     """A thing with health.
 
-    If a subclass stores a counter, such as a cooldown, `counter` is the name of that attribute. It starts at
-    0.
+    A subclass may have a counter, such as a cooldown, in the attribute that `counter` names. The counter
+    starts at 0.
     """
 
     __slots__ = ("health",)

@@ -33,9 +33,9 @@ def _textures() -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _vignette(shape: tuple[int, ...], stddev: float) -> Any:
-    """Make stock's mask by which the noise of a dark picture grows towards the rim.
+    """Make stock's mask for the noise of a dark picture, which makes the noise grow towards the rim.
 
-    It is cached here, because stock's own cache would keep every view object alive.
+    The mask is cached here, because stock's own cache would keep every view object alive.
     """
     return stock.LocalView._vignette.__wrapped__(None, shape, stddev)
 

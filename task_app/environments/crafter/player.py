@@ -41,8 +41,8 @@ class Player(Thing):
         inventory: the 16 item counts, including health, food, drink and energy.
         achievements: how often each of the 22 achievements was reached.
         facing: (dx, dy) of the direction in which the player last moved or tried to move.
-        sleeping: whether the player sleeps. Until energy is full, each step then executes `sleep` instead of
-            the requested action.
+        sleeping: whether the player sleeps. A sleeping player whose energy is not full executes `sleep`
+            instead of the requested action.
         last_health, hunger, thirst, fatigue, recover: stock's hidden counters, in multiples of 0.5.
     """
 

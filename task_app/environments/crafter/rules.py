@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 class CollectRule:
     """What the player needs to collect a material, and what collecting it gives.
 
-    The inventory must contain the items of `requires`, and keeps them. The player gains the items of
+    The inventory must contain the items of `requires`, which are not used up. The player gains the items of
     `receives` with the given `probability`. The cell's material becomes `leaves` even if the player gains
     nothing.
     """

@@ -29,7 +29,7 @@ class GameState:
     things: tuple[tuple[int, ...], ...]
     """(kind, x, y, health, *extra) of everything but the player, in order of creation."""
     chunks: tuple[int, ...]
-    """Numbers of the chunks that have ever contained a thing, in the order in which they first did."""
+    """Numbers of the chunks that have ever contained a thing, in the order of their first thing."""
     words: npt.NDArray[np.uint32]
     """[624] state words of the Mersenne Twister; `word_position` is the current index into them."""
     word_position: int

@@ -70,11 +70,11 @@ def compact_text(data: Mapping[str, Any], remembered: Facts | None = None) -> st
 
     `water L2 U1` is a walk: two moves to the left, then one up, which bumps into the water, so that the
     player faces it. `xU2` means two cells up through stone: the player must dig each cell and then enter it.
-    `more` means that the walk continues. There is no walk to the faced cell (`@grass`). A walk to `grass` or
-    `ground` (for building) ends when the player faces such a cell. The walk `way` leads out of view. `lava R2
-    D1` is a warning and not a walk: the nearest lava is two columns to the right and one row down. In the
-    news, `no-effect` means that the last action changed nothing, and `invalid` means that the last call was
-    refused.
+    `more` means that the walk continues. There is no walk to the faced cell (`@grass`). The walks `grass` and
+    `ground` end when the player faces a cell of grass, or any ground to build on. The walk `way` leads out of
+    view. `lava R2 D1` is a warning and not a walk: the nearest lava is two columns to the right and one row
+    down. In the news, `no-effect` means that the last action changed nothing, and `invalid` means that the
+    last call was refused.
 
     `remembered` are the facts of a `MapMemory`. If they are given, the walks lead to all things seen so far,
     the text has up to 110 words, and `far` replaces `more` for a thing that is more than NEAR_CELLS cells

@@ -31,8 +31,7 @@ class LocalView(NamedTuple):
 def nearest_offsets(rows: Sequence[Sequence[str]], *, without: Collection[str]) -> dict[str, tuple[int, int]]:
     """Return for each name the offset (dx, dy) from the middle of `rows` to the nearest cell of that name.
 
-    The names in `without` are left out. If several cells are equally near, the first one row by row is
-    returned.
+    The names in `without` are left out. Of equally near cells, the first one in `rows` is chosen.
     """
     nearest: dict[str, tuple[int, int]] = {}
     for dy, row in enumerate(rows, start=-(len(rows) // 2)):

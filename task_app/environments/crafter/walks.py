@@ -150,9 +150,9 @@ def nearest(ground: Ground, trails: Trails, kinds: Iterable[str]) -> dict[str, C
 
 
 def nearest_facing(ground: Ground, trails: Trails, names: frozenset[str]) -> Cell | None:
-    """Find the cheapest way that ends on a free cell with the player facing one of `names`.
+    """Find the cheapest way after which the player stands on a free cell and faces one of `names`.
 
-    Returns the free cell, or None if the player faces one of `names` already or if there is no such way.
+    Returns this free cell, or None if the player faces one of `names` already or if there is no such way.
     """
     cells = ground.cells
     if ground.at(ground.ahead) in names:
@@ -168,7 +168,7 @@ _leg = cache(Leg)
 
 
 def walk_to(ground: Ground, trails: Trails, cell: Cell, *, max_cells: int) -> Walk:
-    """Make the walk to `cell`, cut as by `Walk.cut`."""
+    """Make the walk to `cell`, and return its first legs, as `Walk.cut(max_cells)` does."""
     legs: list[Leg] = []
     # The last step ends when the player faces `cell` or enters it, so it never digs.
     _, _, direction, at = trails[cell]

@@ -1,7 +1,7 @@
 """The state of a world in integers: materials, live things, chunks, and the random generator.
 
-It equals the state of stock crafter's `engine.World` and makes the same random draws. It is faster, because
-it calls no numpy function per cell.
+A `World` has the same state as stock crafter's `engine.World`, and makes the same random draws. It is faster,
+because it calls no numpy function per cell.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ class Thing:
 
     Attributes:
         x, y: column and row, 0 .. 63, y growing downwards; `cell` is the index of the same cell.
-        removed: whether the thing was removed from the world, perhaps during its own last update.
+        removed: whether the thing was removed from the world; this can happen during the thing's own update.
     """
 
     __slots__ = ("cell", "removed", "x", "y")
@@ -40,8 +40,8 @@ class Thing:
     def try_move(self, world: "World", direction: tuple[int, int], walkable: bytes) -> bool:
         """Step to the neighbouring cell in `direction` if it is free; return whether it was free.
 
-        A removed thing does not move. For a free cell it still returns True, as in stock, because a
-        skeleton's next random draws depend on the result.
+        A removed thing does not move. For a free cell the result is still True, as in stock, because the
+        next random draws of a skeleton depend on the result.
         """
         dx, dy = direction
         target = self.cell + dx + dy * STRIDE
@@ -64,7 +64,7 @@ class World:
         materials: [CELLS] material numbers; change them with `set_material` only.
         at: [CELLS] the thing on each cell, or None.
         things: live things in order of creation; the player is the first.
-        chunk_order: chunks that have ever contained a thing, in the order in which they first did. Creatures
+        chunk_order: chunks that have ever contained a thing, in the order of their first thing. Creatures
             spawn and despawn only in these chunks.
         material_counts: [CHUNK_COUNT * MATERIAL_COUNT] number of cells of each material in each chunk.
         population: [CHUNK_COUNT * KIND_COUNT] number of things of each kind in each chunk.

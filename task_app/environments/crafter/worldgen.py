@@ -39,7 +39,7 @@ class Terrain:
     """The terrain of all cells before random numbers are drawn.
 
     `material_N` is the material of each cell, and `tunnel_N` whether the cell is a tunnel. `chances_N`
-    combines the bits MAY_BE_..., which say what a random draw may still make of the cell.
+    combines bits MAY_BE_...: the materials that a random draw may still give to the cell.
     """
 
     material_N: Materials

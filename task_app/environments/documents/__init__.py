@@ -1,1 +1,1 @@
-"""Questions about long documents, which the model reads with tools; the prompt does not contain the text."""
+"""Questions about long documents. No prompt contains the document, so the model reads it with tools."""

@@ -43,9 +43,9 @@ class Chunks:
 def cut_into_chunks(text: str, *, size: int, overlap: int) -> Chunks:
     """Cut a text into chunks of at most `size` characters that overlap by `overlap` characters.
 
-    A chunk ends after the last white space in the second half of the text that it does not repeat. If there
-    is none, it ends after `size` characters, inside a word. Raises ValueError if `overlap` is more than half
-    of `size`, or if the text makes more than MAX_CHUNKS chunks.
+    A chunk consists of repeated text and new text. It ends after the last white space in the second half of
+    its new text; without white space there, it ends after `size` characters, inside a word. Raises ValueError
+    if `overlap` is more than half of `size`, or if the text makes more than MAX_CHUNKS chunks.
     """
     if overlap > size // 2:
         raise ValueError(f"overlap is {overlap}; at most half of chunk_size, {size // 2}, is allowed")

@@ -47,7 +47,7 @@ class Desk:
     max_chunk_chars: int = MAX_CHUNK_CHARS
     """Length of the longest chunk that fits into one tool result together with its title."""
     max_result_chars: int = MAX_RESULT_CHARS
-    """Length of the longest tool result. It also limits the length of a note, which must fit into one."""
+    """Length of the longest tool result. A note must fit into one result, so this limits notes, too."""
     # The index is made at the first search. Snapshots leave it out, because it follows from the chunks.
     _search: SearchIndex | None = field(default=None, init=False, repr=False)
 

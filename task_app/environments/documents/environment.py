@@ -239,7 +239,7 @@ NO_CALL = "no tool call; call one of the tools, and finish with your answer"
 
 
 def opening(data: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Return the messages that precede the first decision, made from `Observation.data`."""
+    """Convert `Observation.data` to the messages that precede the first decision."""
     task = Message(role="user", content=data["question"])
     if data["text"] == "compact":
         return (task,)
@@ -253,7 +253,7 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 class ReaderState(Body, allow_inf_nan=False):
     """A snapshot of an episode.
 
-    `index` is [chunk_size, overlap], or None without an index. `reward` is the reward of the last env step.
+    `index` is the [chunk_size, overlap] of the index, or None if the model has built no index. `reward` is the reward of the last env step.
     """
 
     format: Literal[1] = 1

@@ -28,7 +28,7 @@ class Child:
     Args:
         name: the name of the environment, which errors quote.
         source: the setting that contains the command, such as the name of a variable; errors quote it.
-        variables: environment variables, in addition to those that `without_keys` copies from the task app.
+        variables: environment variables, in addition to those of the task app that `without_keys` keeps.
         folder: the working directory; by default that of the task app.
     """
 
@@ -71,8 +71,8 @@ class Child:
     def lines(self, deadline_s: float) -> Iterator[Any]:
         """Parse and yield the next lines that the process writes. Blank lines are skipped.
 
-        `deadline_s` limits the time for all these lines together. For the limit of stderr in the log, they
-        count as one call.
+        `deadline_s` limits the time for all these lines together. All these lines count as one call, and
+        the limit of stderr in the log starts again with each call.
         """
         self._output.begin_call()
         until_s = time.monotonic() + deadline_s
@@ -140,7 +140,7 @@ class Child:
 
 
 def end_all(grace_s: float) -> None:
-    """End all child processes when the service ends, also of environments whose lock a call still holds.
+    """End all child processes when the service ends, even if an environment is still in a call.
 
     Wait up to `grace_s` for processes that are already being closed. Send SIGTERM to the remaining processes,
     wait up to `grace_s` again, and kill those that still run.

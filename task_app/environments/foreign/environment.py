@@ -40,7 +40,7 @@ class ForeignEnvironment:
 
     Args:
         name: the `env_name` of requests, including its prefix, such as `gymnasium:FrozenLake-v1`.
-        instructions: the system message; a ForeignConversation prefers that of the foreign side.
+        instructions: the system message, unless the foreign side of a ForeignConversation sends its own.
         is_secret: whether errors omit all words of the foreign side, because they may repeat a secret.
     """
 
@@ -143,7 +143,7 @@ class ForeignEnvironment:
         return self._tools
 
     def _play(self, calls: Sequence[ToolRequest], faults: Sequence[str | None]) -> list[Shown]:
-        """Carry out the calls without a fault. Return one outcome per call, up to the end of the episode."""
+        """Execute the calls that have no fault; return an outcome for each call until the episode ends."""
         good = [
             Call(call.name, call.arguments or {})
             for call, fault in zip(calls, faults, strict=True)

@@ -1,7 +1,7 @@
 """`gymnasium:ID`: plays an environment that is registered with gymnasium.
 
 The model has one tool; each call of this tool is one `step`. If the environment's `info` has the key
-"achievements", a dict of counts, these are the achievements.
+"achievements", its value must be a dict of counts, which become the counters of achievements.
 
 Source: gymnasium.Env and gymnasium.envs.registration.
 """
@@ -48,7 +48,7 @@ def gymnasium_environment(
 ) -> ForeignEnvironment:
     """Return the environment that `argument` names: ID, or MODULE:ID with a module that the operator allows.
 
-    `wrapper`, from a file of the operator, is applied to the gymnasium environment. It may change the spaces.
+    `wrapper` is a function from a file of the operator. It wraps the environment, and may change its spaces.
     """
     if "render_mode" in config.kwargs:
         raise InvalidRequest(
@@ -76,8 +76,8 @@ def gymnasium_environment(
 class GymnasiumPeer:
     """Plays one gymnasium environment.
 
-    It counts the steps for the time limit itself, in place of gymnasium's TimeLimit wrapper, so that a
-    snapshot can store the count.
+    It applies the time limit itself, and not with gymnasium's TimeLimit wrapper, so that a snapshot can
+    store the number of steps so far.
     """
 
     def __init__(

@@ -15,13 +15,13 @@ from task_app.settings import Reach
 class ForeignKind:
     """A kind of environment: its config class, and the function that builds it.
 
-    The fields are names in this folder, so that a module and its library are imported only when needed.
+    The fields contain only names, so that a module and its library are imported only when they are needed.
     """
 
     config_class: str
     module: str
     function: str
-    """Name of the function that builds an environment from the text after the prefix; it must be fast."""
+    """Name of the function that builds an environment; the function must be fast."""
 
     @property
     def config(self) -> type[Body]:

@@ -46,7 +46,7 @@ class Shown:
     text: str
     """Text for the model."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The same content as plain JSON."""
+    """The content of `text` as plain JSON."""
     reward: float = 0.0
     """Reward of this env step."""
     terminated: bool = False
@@ -86,4 +86,4 @@ class SpokenPeer(Peer, Protocol):
     """A Peer that also accepts an answer in words, without a tool call."""
 
     def say(self, text: str) -> Shown:
-        """Send the model's answer to the foreign side, and return its outcome."""
+        """Send the model's answer to the foreign side, and return the outcome of the answer."""

@@ -17,8 +17,8 @@ from task_app.tools.toolbox import call_fault
 def tool(name: str, description: str, parameters: Mapping[str, Any], *, of: str) -> ToolSpec:
     """Return a tool of the environment named `of`, whose schema refuses unlisted arguments by default.
 
-    Otherwise a server might ignore a misspelt argument, and the model would learn from the wrong call. Raises
-    ForeignFailed if `parameters` is no valid JSON Schema.
+    Unlisted arguments are refused because a server might ignore a misspelt argument, and the model would
+    learn from the wrong call. Raises ForeignFailed if `parameters` is no valid JSON Schema.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError

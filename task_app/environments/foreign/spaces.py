@@ -26,7 +26,7 @@ class Wordless(ValueError):
 
 
 def action_schema(space: Space[Any], names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the JSON Schema of an action; `names` names the values of a Discrete space, in order."""
+    """Return the JSON Schema of an action; `names` are words for the values of a Discrete space, in order."""
     match space:
         case spaces.Discrete():
             if names:

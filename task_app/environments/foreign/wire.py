@@ -65,7 +65,7 @@ def _certificates() -> SSLContext:
 
 
 class Http:
-    """Sends requests to one server. `client` keeps the connection open, and adds its headers to requests."""
+    """Sends requests to one server. `client` keeps the connection open; its headers are sent each time."""
 
     def __init__(self, name: str, reach: Reach) -> None:
         self._name = name
@@ -185,7 +185,7 @@ class Socket:
 
 
 def parse_json(text: bytes | str, name: str) -> Any:
-    """Parse a JSON text. Raises ForeignFailed if it is not valid JSON; `name` begins the error."""
+    """Parse a JSON text. Raises ForeignFailed, which begins with `name`, if the text is not valid JSON."""
     try:
         return read_json(text)
     except ValueError as exc:

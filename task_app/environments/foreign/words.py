@@ -40,7 +40,7 @@ def _render_row(data: Any) -> str:
 
 
 class _Tool(StrictReply):
-    """A tool as MCP describes it, or as OpenEnv does, which names the schema `input_schema`."""
+    """A tool as MCP or OpenEnv describes it. OpenEnv calls the schema `input_schema`."""
 
     name: str = Field(min_length=1)
     description: str | None = None
@@ -80,7 +80,7 @@ def result_text(result: Any, name: str) -> str:
 
 
 def typed(kind: type[Model], value: Any, part: str) -> Model:
-    """Validate `value` as an object of `kind`. Raises ForeignFailed, which names `part`, if it is invalid."""
+    """Validate `value` as a `kind`. Raises ForeignFailed if it is invalid; `part` begins the error."""
     try:
         return read_value(kind, value, part)
     except ReplyInvalid as exc:

@@ -56,7 +56,7 @@ class OrdersState(Body):
     lookups: tuple[Customer, ...] = ()
     """Customers that the model has looked up, in the order in which the prompt lists them."""
     best: int = Field(default=0, ge=0)
-    """Largest number of requests that the database fulfilled at one moment of the episode."""
+    """Largest number of requests that were fulfilled in the database at the same time so far."""
     note: str = Field(default="", max_length=100)
     """Why the last call was refused; "" if it was not."""
     done: bool = False

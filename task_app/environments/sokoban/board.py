@@ -25,7 +25,7 @@ class Push:
     box: int
     direction: str
     way: tuple[str, ...]
-    """Moves that bring the player behind the box. They do not include the push, a move in `direction`."""
+    """Moves that bring the player behind the box, without the move that pushes the box."""
     state: "State"
     """The state after the push."""
 

@@ -1,4 +1,4 @@
-"""Finds the solvable states of a board, and for each the fewest pushes that solve it.
+"""Finds all solvable states of a board, and the smallest number of pushes that solve each state.
 
 The search runs backwards and breadth-first from the solved states, and pulls boxes off their goals. The depth
 at which it finds a state is the smallest number of pushes that solve the state. A state that it does not find

@@ -34,10 +34,10 @@ def compact_text(data: Mapping[str, Any]) -> str:
 
         on0 _ _ # 1 ... box1 to R2 D1 to L1 1-up U2 1-left L1 box2 ...
 
-    First come the cells without the rim, row by row, in XSB. Instead of XSB's `$` and `*`, a box is a number,
-    with a dot if the box stands on a goal. Then each box follows, in reading order: for each goal, the offset
-    from the box to the goal, such as `to R2 D1`; for each possible push, such as `1-up`, the direction and
-    the distance by which the box can be pushed, such as `U2`.
+    First come the cells without the rim, row by row, in XSB. But a box is written as its number, and a dot
+    follows the number if the box stands on a goal. After the cells, each box has a part with two lists. The
+    first gives the offset from the box to each goal, such as `to R2 D1`. The second gives each possible push
+    and how far the box can be pushed, such as `1-up U2`.
     """
     board, state = read_xsb(data["rows"])
     words, box_number = [f"on{data['on_goals']}"], 0

@@ -59,9 +59,9 @@ def branch(episodes: Sequence[EpisodeRewards], keys: BranchKeys) -> Advantages:
     is unbiased at gamma 1 with fixed denominators. Branches are trained only with `train_branches`
     (`core.forks`).
 
-    Source: Monte Carlo values from intermediate states: Kazemnejad et al., VinePPO, arXiv:2410.01679. The
-    advantage of VinePPO is r_t + V(s_{t+1}) - V(s_t). This estimator uses G_t - V(s_t), because no branches
-    start from most states s_{t+1}.
+    Source: Kazemnejad et al., VinePPO, arXiv:2410.01679, which also takes V(s_t) as the mean return of
+    rollouts from s_t. The advantage of VinePPO is r_t + V(s_{t+1}) - V(s_t). This estimator uses
+    G_t - V(s_t), because no branches start from most states s_{t+1}.
     """
     others = stepwise(episodes, keys)
     rows = zip(episodes, others.per_episode, others.parts["baseline"], strict=True)
@@ -88,7 +88,7 @@ def _compare_episode(
 ) -> tuple[list[float], list[float | None]]:
     """Return the [T] advantages and the [T] baselines of one episode.
 
-    A decision without branches keeps its advantage of `others_T` and its baseline of `baselines_T`.
+    `others_T` and `baselines_T` are the results of `stepwise`. A decision without branches keeps them.
     """
     if len(episode.branch_returns_T) != len(others_T):
         raise AdvantageError(
@@ -113,9 +113,9 @@ def _compare_episode(
 def _parts(
     episodes: Sequence[EpisodeRewards], others: Advantages, baselines: list[list[float | None]]
 ) -> Parts:
-    """Return the parts of `stepwise` with `baselines` as the baselines, and the part `branches`.
+    """Return the parts of `stepwise`, with its baselines replaced by `baselines`, and the part `branches`.
 
-    A decision with branches lacks the part `compared`, because its baseline is not made of siblings.
+    A decision with branches lacks the part `compared`, because it is not compared with siblings.
     """
     compared = [
         [

@@ -52,12 +52,12 @@ class EpisodeRewards:
 
     @property
     def score(self) -> float:
-        """Return the episode's score R: `final_score`, or the sum of the rewards if `final_score` is None."""
+        """The episode's score R: `final_score`, or the sum of the rewards if `final_score` is None."""
         return math.fsum(self.rewards_T) if self.final_score is None else self.final_score
 
     @property
     def score_size(self) -> float:
-        """Return the magnitude against which rounding errors of the score are judged.
+        """The magnitude against which rounding errors of the score are judged.
 
         `shared_schemas.rounding` describes the test.
         """
@@ -71,9 +71,9 @@ class EstimatorKeys(Table):
     """discount per decision"""
 
     def for_critic(self) -> Self:
-        """Return the keys for the critic's targets.
+        """Return the keys with which the critic's targets are computed.
 
-        An advantage that is computed with these keys, plus the value, is the critic's target.
+        A target is the critic's value plus the advantage that the estimator computes with these keys.
         """
         return self
 
@@ -102,8 +102,8 @@ class Advantages:
     from parts and rewards, up to an error of 1e-12 times the largest number. Parts are stored with the
     rollouts and shown to users."""
     per_token: list[ByToken] | None = None
-    """Advantages of the sampled tokens, in the same order, if the estimator distinguishes tokens. Training
-    then uses these advantages, and `per_episode` contains their mean over each decision."""
+    """For each given episode, the advantages of its sampled tokens. Training then uses these advantages, and
+    `per_episode` contains their mean over each decision. None if the estimator does not tell tokens apart."""
 
 
 Keys = TypeVar("Keys", bound=EstimatorKeys)
@@ -112,12 +112,12 @@ Estimator = Callable[[Sequence[EpisodeRewards], Keys], Advantages]
 
 @dataclass(frozen=True, slots=True)
 class EstimatorPlug(Generic[Keys]):
-    """An estimator that a job can select by name. Each file of this folder lists its own in `PLUGS`."""
+    """An estimator that a job selects by name. Each file of this folder lists its estimators in `PLUGS`."""
 
     compute: Estimator[Keys]
     keys: type[Keys]
-    """Class of the job keys that it reads: from `[algorithm]`, or from `[algorithm.NAME]` if [algorithm] does
-    not define them."""
+    """Class of the job keys that the estimator reads. Keys that the table [algorithm] does not define are in
+    [algorithm.NAME]."""
     derivation: Derivation = field(default_factory=Derivation)
     """How the advantages follow from their parts. An estimator without equations reports no parts."""
     needs_state_keys: bool = False
@@ -164,10 +164,10 @@ def refuse_incomplete(
     why: str,
     hint: str | None = None,
 ) -> None:
-    """Raise AdvantageError unless each episode's column has exactly one entry per decision.
+    """Raise AdvantageError unless each episode has exactly one input per decision.
 
-    `columns` contains one column per episode. The error message calls the entries `what`, and explains with
-    `why` for what they are needed.
+    `columns` contains the inputs of each episode. `what` names the inputs in the error message, and `why` is
+    the part of the message that says why they are needed.
     """
     for episode, column_T in zip(episodes, columns, strict=True):
         given, decisions = len(column_T), len(episode.rewards_T)

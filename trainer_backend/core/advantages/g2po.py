@@ -25,16 +25,16 @@ def g2po(episodes: Sequence[EpisodeRewards], keys: GraphKeys) -> Advantages:
 
     G is the return-to-go, and Fnorm is as in `gigpo`. A_N shows which decision was best in its state, and A_G
     shows which decisions of the graph changed the value most. Decisions of two groups are never in the same
-    state, even if their state keys are equal. A_N is 0 for the only decision in a state. If no state other
-    than start states repeats, d is 0 except for first decisions. Lone episodes get 0, and so do values that
-    are all equal.
+    state, even if their state keys are equal. A_N is 0 for the only decision in a state. If only start states
+    repeat, d is 0 for all but the first decisions, because V of any other state is the return of its only
+    decision. Lone episodes get 0, and so do values that are all equal.
 
-    Source: Wang et al., G2PO, arXiv:2606.22995, from its authors' code (Nala-YN/G2PO, g2po/core_g2po.py); the
-    paper's equations were read only in other texts. The paper differs as follows:
+    Source: Wang et al., G2PO, arXiv:2606.22995, from its authors' code (Nala-YN/G2PO, g2po/core_g2po.py). We
+    know the paper's equations only from other texts. The paper differs as follows:
     - it rewards only the end of an episode, and discounts V by one more decision: gamma^(T - j + 1) R;
-    - its d is V(s') - V(s), without gamma, where R stands for V(s') at the end; at gamma 1 both are equal;
-    - its A_N compares V(s') minus a penalty for invalid actions, which within one state is the same as
-      comparing d if r contains the penalty;
+    - its d is V(s') - V(s), without gamma, and R - V(s) for the last decision; at gamma 1, its d equals ours;
+    - its A_N compares V(s') minus a penalty for invalid actions; if r contains the penalty, comparing d
+      within one state has the same result;
     - it adds 1e-6 to the std, and its A_E counts a score once per decision (here: episode_baseline = "step").
     """
     graph = state_graph(episodes, "g2po")

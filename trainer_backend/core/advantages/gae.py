@@ -37,8 +37,8 @@ class GaeKeys(LambdaKeys):
     """gae: lambda of the critic's targets; absent: gae_lambda. At 1 the targets are the returns, so the
     critic does not learn from its own errors (decoupled GAE of VC-PPO, arXiv:2503.01491)"""
     bootstrap_truncated: bool = False
-    """gae: if a limit cut an episode short, add the critic's value of its last state to the return, instead
-    of 0; this needs one more token from the policy per such episode"""
+    """gae: if a limit cut an episode short, its return continues with the critic's value of the last state,
+    not with 0. Measuring this value needs one more token from the policy per such episode"""
 
     def for_critic(self) -> Self:
         return self if (own := self.critic_lambda) is None else self.model_copy(update={"gae_lambda": own})
@@ -113,15 +113,15 @@ def gae_token(episodes: Sequence[EpisodeRewards], keys: GaeTokenKeys) -> Advanta
     Only sampled tokens count, so the length of a prompt or observation does not change any advantage. At
     gae_token_lambda = 1, A_{t,j} is the lambda-return of `gae` minus V_{t,j}, so long answers get as much
     credit as short ones. Below 1, a token's own effect on V, which is delta_{t,j}, counts more than the
-    effects of later tokens. With a single discount for tokens and decisions, the discount of a reward would
-    depend on the length of texts.
+    effects of later tokens. If gamma applied per token, the discount of a reward would depend on the number
+    of tokens.
 
     The advantage and the parts of a decision are means over its tokens, except for `value`, which is V at its
     first token.
 
-    Source: that of `gae`; separate discounts for tokens and decisions: Verlog; two levels of the recursion:
-    VAGEN, arXiv:2510.16907. VAGEN starts the recursion over a turn's tokens from the advantage of that turn.
-    This code starts it from the advantage of the next decision's first token.
+    Source: the sources of `gae`; Verlog, for separate discounts of tokens and decisions; VAGEN,
+    arXiv:2510.16907, for two levels of the recursion. VAGEN starts the recursion over a turn's tokens from
+    the advantage of that turn. This code starts it from the advantage of the next decision's first token.
     """
     counts = _counts(episodes, keys)
     of_tokens = [_token_advantages(episode, keys) for episode in episodes]
@@ -135,8 +135,8 @@ def _parts_of_tokens(
 ) -> dict[str, list[float]]:
     """Return the [T] parts of one episode, by name.
 
-    `td_error` and `later` are means over the tokens of a decision. The advantage of the next decision reaches
-    token j of n with the weight gae_token_lambda^(n - 1 - j).
+    `td_error` and `later` are means over the tokens of a decision. For token j of n, `later` is the advantage
+    of the next decision's first token, multiplied by gamma * gae_lambda * gae_token_lambda^(n - 1 - j).
     """
     carried, inside = keys.gamma * keys.gae_lambda, keys.gae_token_lambda
     firsts_T = of_tokens.firsts_T
@@ -246,7 +246,7 @@ def _counts(episodes: Sequence[EpisodeRewards], keys: GaeKeys) -> dict[str, floa
 
 
 def _by_name(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[list[float]]]:
-    """Convert a list of the parts of each episode into one list per part, over all episodes."""
+    """Convert one dict of parts per episode into one list per part, with one entry per episode."""
     return {name: [row[name] for row in parts] for name in (parts[0] if parts else ())}
 
 

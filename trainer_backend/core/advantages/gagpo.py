@@ -31,15 +31,15 @@ def gagpo(episodes: Sequence[EpisodeRewards], keys: GagpoKeys) -> Advantages:
     G is the return-to-go, lambda is gae_lambda, and Fnorm is as in `gigpo`. At lambda 1, B is G - V, which is
     A_S of `gigpo` with fnorm "one". Below 1, B also depends on the returns of other episodes from the next
     state. No score of a whole episode is added. Decisions of two groups are never in the same state, even if
-    their state keys are equal. If no state other than start states repeats, d is 0 except for first
-    decisions, for every lambda. Lone episodes get 0, and so do groups without spread.
+    their state keys are equal. If only start states repeat, d is 0 for all but the first decisions,
+    whatever lambda is. Lone episodes get 0, and so do groups without spread.
 
     Source: Zhu et al., GAGPO, arXiv:2605.13217. Only its abstract and summaries were read: neither its text
     nor its authors' code was found. We read "group-wise normalisation" as normalisation over all decisions of
     the group (one task), not over the decisions of one state. The paper differs as follows:
     - it rewards only the end of an episode;
     - it may add an epsilon to the std; this code adds none;
-    - its ratio over whole actions is algorithm.ratio_level = "decision", which the job must set.
+    - it uses one probability ratio per action, for which a job must set algorithm.ratio_level = "decision".
     """
     graph = state_graph(episodes, "gagpo")
     td_parts_D = graph.td_parts(episodes, keys.gamma)

@@ -34,8 +34,8 @@ class AnchorKeys(LevelKeys, StateKeys):
     """gigpo: constant that is added to each reward when the returns of decisions are computed; a job may set
     it only while step rewards are off"""
     context_depth: int = Field(default=0, ge=0, le=16)
-    """gigpo: K adds comparisons of decisions whose last 1, 2, ... K earlier states are equal too, as in HGPO;
-    0: only the current state is compared"""
+    """gigpo: number K of additional comparisons, as in HGPO; the k-th is made among decisions whose current
+    state and k earlier states are equal; 0: only decisions with the same current state are compared"""
     context_alpha: float = Field(default=1.0, ge=0)
     """gigpo: weight (k + 1)^context_alpha of the comparison in which k earlier states are equal"""
 
@@ -64,8 +64,8 @@ def gigpo(episodes: Sequence[EpisodeRewards], keys: GigpoKeys) -> Advantages:
     decision in a state, and both are 0 where all compared numbers are equal.
 
     With context_depth K > 0, A_S is a weighted mean of K + 1 comparisons. The comparison A_S,k, for k = 0..K,
-    is made among decisions whose current state and k earlier states are equal. It has the weight
-    (k + 1)^context_alpha, and is left out where it is 0. A_S then has no parts.
+    is made among decisions whose current state and k earlier states are equal. Its weight is
+    (k + 1)^context_alpha. The mean leaves out the A_S,k that are 0. With K > 0, A_S has no parts.
 
     Source: Feng et al., GiGPO, arXiv:2505.10978, eq. 3 to 7; the convex sum: source 2, Task 2.4; contexts:
     HGPO, arXiv:2602.22817. Neither this sum nor that of `gigpo_additive` equals the policy gradient in
@@ -140,7 +140,7 @@ def system_apply_gigpo_to_batch_steps(
     *,
     group_keys: Sequence[Any] | None = None,
 ) -> list[list[Any]]:
-    """Add `gigpo` advantages to copies of `StepData`, or of objects with its attributes (as source 2 does).
+    """Add `gigpo` advantages to copies of steps, which are `StepData` or objects with its attributes.
 
     A_E comes from the final scores, A_S from G_k, the discounted sum of base_reward from step k on. If any
     step of a group lacks base_reward, default_step_reward replaces each missing reward, and every sibling's
@@ -166,7 +166,7 @@ def system_apply_gigpo_to_batch_steps(
             observation_data, or its attributes cannot be set; a key cannot be compared; see `siblings`.
         ValueError: omega or gamma is outside [0, 1].
 
-    Source: source 2, Task 2.4.
+    Source: source 2 (docs/sources.md), Task 2.4.
     """
     batch, scores = batch_of_step_data_lists, [float(score) for score in final_scores_for_rollouts]
     keys = [()] * len(batch) if group_keys is None else list(group_keys)
@@ -270,8 +270,8 @@ def _base_rewards(
 ) -> list[list[float]]:
     """Return the [T] rewards of each rollout, with `default` for each missing reward.
 
-    If any step of a group lacks a reward, the final score of each rollout of the group is added to its last
-    step.
+    If any step of a group lacks a reward, each rollout of the group gets its final score in addition to the
+    reward of its last step.
     """
     given = [[getattr(step, "base_reward", None) for step in steps] for steps in batch]
     lack = [any(reward is None for reward in row_T) for row_T in given]

@@ -49,7 +49,7 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
     """Compute `gigpo_additive` with Fnorm 1 and with baselines that weight decisions by similarity of states.
 
         A_d     = A_E(i) + w * A_S(d),      d = (i, t), w = step_advantage_w, A_E = R_i - mean_j R_j
-        A_S(d)  = G_d - sum_e k(d, e) G_e / sum_e k(d, e),      over all decisions e of the group, also d
+        A_S(d)  = G_d - sum_e k(d, e) G_e / sum_e k(d, e),      over all decisions e of the group, including d
         k(d, e) = exp((cos(x_d, x_e) - 1) / similarity_temperature)
         x_d     = [tf(term) * (1 + ln((1 + D) / (1 + df(term))))]
 
@@ -91,7 +91,7 @@ def gigpo_soft(episodes: Sequence[EpisodeRewards], keys: SoftKeys) -> Advantages
 def _soft_baselines(
     graph: StateGraph, texts_D: Sequence[str], returns_D: Sequence[float], temperature: float
 ) -> dict[str, list[float]]:
-    """Return the [D] parts `baseline` and `compared`, which is the effective number of other decisions."""
+    """Return the [D] parts `baseline` and `compared`; `gigpo_soft` defines both."""
     baselines_D, compared_D = list(returns_D), [0.0] * len(returns_D)
     for group in graph.groups:
         decisions: dict[str, list[int]] = {}

@@ -19,7 +19,7 @@ class GraphgpoKeys(GraphKeys):
     distance_discount: float = Field(default=0.1, gt=0, lt=1)
     """graphgpo: discount per decision on the path from a state to the goal"""
     goal_score: float | None = None
-    """graphgpo: least score of an episode that reached the goal; absent: the best score of its group"""
+    """graphgpo: an episode with at least this score reached the goal; absent: the best score of its group"""
 
 
 METRICS = (
@@ -54,7 +54,7 @@ def graphgpo(episodes: Sequence[EpisodeRewards], keys: GraphgpoKeys) -> Advantag
     contain the share of decisions from whose state a path leads to the goal.
 
     Source: Cheng et al., GraphGPO, arXiv:2605.26684, from a copy of its authors' code (verl-agent,
-    recipe/GraphGPO/core_graph.py); the paper's equations were read only in other texts. The paper differs as
+    recipe/GraphGPO/core_graph.py). We know the paper's equations only from other texts. The paper differs as
     follows:
     - its environment reports success, and C has an additional factor 10, which division by a std removes;
     - its equation is C = 10 omega^(D + 1), where omega is distance_discount; its code has 10 omega^D, as

@@ -35,8 +35,7 @@ def grpo(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
 def grpo_no_std(episodes: Sequence[EpisodeRewards], keys: ScoreKeys) -> Advantages:
     """Compute group-relative advantages of whole episodes without scaling: A_{i,t} = R_i - mean_j R_j.
 
-    Under the name `dr_grpo`, the paper's constant denominator is the default as well (training.aggregation =
-    "constant").
+    If a job selects it by the name `dr_grpo`, training.aggregation is "constant" by default, as in the paper.
 
     Source: Liu et al., Understanding R1-Zero-Like Training (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """

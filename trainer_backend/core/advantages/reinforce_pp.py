@@ -29,8 +29,8 @@ def reinforce_pp(episodes: Sequence[EpisodeRewards], keys: EstimatorKeys) -> Adv
     count each token, so that long answers count more. If all returns of the batch are equal, all advantages
     are 0. Groups do not matter: tasks of different difficulty have the same baseline.
 
-    Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions instead of tokens; the KL
-    term of its reward is training.kl_reward_coef.
+    Source: Hu et al., REINFORCE++, arXiv:2501.03262, eq. 7 to 9, with decisions instead of tokens. The
+    paper's reward contains a KL term; here, training.kl_reward_coef adds it to the reward.
     """
     returns = [discounted_returns(episode.rewards_T, keys.gamma) for episode in episodes]
     sizes = [size for episode in episodes for size in discounted_sizes(episode.rewards_T, keys.gamma)]
@@ -66,7 +66,7 @@ def _standardise_batch(
 ) -> tuple[Advantages, list[list[float]]]:
     """Return the standardised values as advantages with the part `scale`, and each decision's baseline.
 
-    `values` contains one number for each decision of each episode. `size` is the `size` of `relative`.
+    `values` contains one number for each decision of each episode. `size` is explained in `relative`.
     """
     compared = relative([value for row_T in values for value in row_T], standardised, size=size)
     of_decisions, of_baselines = iter(compared.advantages), iter(compared.baselines)

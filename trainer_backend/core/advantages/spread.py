@@ -63,8 +63,9 @@ def flat_groups(episodes: Sequence[EpisodeRewards], advantages: Sequence[Sequenc
     advantages other than 0 with `stepwise`, but not with `grpo`. An advantage counts as 0 if it may be a
     rounding error (`shared_schemas.rounding`), because a mean of equal floats can differ from them in the
     last bit. Rounding errors are judged against the larger of two magnitudes. One is the batch's largest
-    advantage. The other is the group's largest score or sum of |r_t|, but at most 1, because advantages may
-    be in standard deviations. `advantages` has one row per episode, with a number per decision or per token.
+    advantage. The other is the group's largest score or sum of |r_t|, but at most 1, because an advantage
+    that was divided by a std does not grow with the scores. `advantages` has one row per episode, with a
+    number per decision or per token.
 
     Source: skipping flat groups is the dynamic sampling of DAPO, arXiv:2503.14476, section 3.2; for the bias
     that it causes, see DESIGN.md 4.6.

@@ -36,7 +36,7 @@ class StateGraph:
 
     @property
     def state_D(self) -> list[int]:
-        """Return the [D] state of each decision, as an index of `anchors`."""
+        """The [D] state of each decision, as an index of `anchors`."""
         state_D = [0] * len(self.next_D)
         for state, anchor in enumerate(self.anchors):
             for d in anchor:
@@ -45,12 +45,12 @@ class StateGraph:
 
     @property
     def others_D(self) -> list[float]:
-        """Return, for each decision, the number of other decisions in the same state."""
+        """For each decision, the number of other decisions in the same state."""
         return [len(self.anchors[state]) - 1.0 for state in self.state_D]
 
     @property
     def sizes(self) -> dict[str, float]:
-        """Return the metrics of `anchor_sizes` for this graph."""
+        """The metrics of `anchor_sizes` for this graph."""
         return anchor_sizes(self.anchors, self.starts)
 
     def relative(
@@ -61,7 +61,7 @@ class StateGraph:
         return advantages_D, {"graph_baseline": parts_D["baseline"], "graph_scale": parts_D["scale"]}
 
     def means(self, values_D: Sequence[float]) -> list[float]:
-        """Return, for each decision, the mean value of the decisions in its state, whatever their order."""
+        """Return, for each decision, the mean value of all decisions in its state."""
         return self._by_state(values_D, lambda values: math.fsum(values) / len(values))
 
     def _by_state(self, values_D: Sequence[float], reduce: Callable[[Sequence[float]], float]) -> list[float]:

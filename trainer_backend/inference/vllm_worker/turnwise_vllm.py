@@ -70,12 +70,12 @@ class TurnwiseWorker:
 
 @dataclass
 class _Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """No settings: nothing is set up before an update, since the members of a group are not known earlier."""
+    """No settings, because a group is set up only during an update, when its members are known."""
 
 
 @dataclass
 class _Learner(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where and how long to receive one version from the learner (see `turnwise_transfer.receive`)."""
+    """The learner's address and the time limit for receiving a version (see `turnwise_transfer.receive`)."""
 
     host: str
     port: int

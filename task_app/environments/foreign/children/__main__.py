@@ -5,8 +5,8 @@ PYTHON needs the library, but not Turnwise. ARGUMENT names an environment of the
 The module `LIBRARY_child` of this folder plays the environment. Its `open_world(argument, config)` returns an
 object with the attribute `tools`, a list of tools with name, description and parameters, and the methods
 `reset(seed)` and `say(text)`. An object with tools also has `call(calls)`. If `tools` is None, the tools are
-known only after an episode has begun, and the object has `offer(seed)`, which begins an episode and returns
-them. A module that can play only certain arguments lists them in NAMES; KIND says in words what they name.
+known only after an episode has begun; the method `offer(seed)` then begins an episode and returns the tools.
+A module that accepts only certain arguments lists these in NAMES; KIND is a word for them, used in errors.
 
 The process answers each line of stdin with one line on stdout:
 

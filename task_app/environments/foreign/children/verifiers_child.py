@@ -1,9 +1,9 @@
 """Plays a taskset of the package `verifiers` 0.4 with the taskset's own Env, over several turns with tools.
 
-The Env runs in an event loop of this process until its agent sends a request to the model. The request's new
-messages are the outcome of the last decision. The next answer of the model lets the Env continue until its
-next request or its end. At the end, the outcome's reward is that of the `verifiers` trace. The Env must have
-exactly one agent, because there is only one model.
+The Env runs in an event loop of this process until its agent sends a request to the model. The Env continues
+when the model answers, until the next request or the end. The messages that the next request adds are the
+outcome of the answer. At the end, the reward of the `verifiers` trace is the reward of the outcome. The Env
+must have exactly one agent, because there is only one model.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 
 class Player(Client):  # type: ignore[misc]  # mypy runs without this package
-    """Takes the place of a client for the model: a request waits here until `World` sets its `answer`."""
+    """Stands in for the client of the model: a request of the Env waits until `World` sets `answer`."""
 
     def __init__(self) -> None:
         self.messages: Sequence[Any] = ()
@@ -90,7 +90,7 @@ class World:
         self.tools: list[Json] | None = None if has_tools else []
 
     def offer(self, seed: int) -> list[Json]:
-        """Begin an episode and return the tools, because only an episode's first request lists them."""
+        """Begin an episode, whose first request lists the tools, and return the tools."""
         tools: list[Json] = self.reset(seed)["tools"]
         return tools
 
@@ -141,7 +141,8 @@ class World:
         """Answer the waiting request, and let the Env continue.
 
         Returns:
-            The new messages of the Env's next request and {}, or no messages and the outcome of the end.
+            The new messages of the Env's next request, and {}. At the end of the episode: no messages, and
+            the final outcome.
         """
         assert self._player.answer is not None and self._episode is not None, "a request waits"
         answer, self._player.answer = self._player.answer, None
