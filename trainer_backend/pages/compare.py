@@ -118,7 +118,7 @@ def summary_columns(sides: Sequence[Story]) -> list[str]:
 
 
 def summary_rows(sides: Sequence[Story]) -> list[Sequence[str]]:
-    """Return a row per run: its progress, its last evaluation, and its mean outcome minus that of the first run."""
+    """Return a row per run: its progress, its last evaluation, and its outcome minus the first run's."""
     has_score = _have_score(sides)
     return [
         _summary(side, _difference(sides[0], side) if at else None, has_score=has_score)

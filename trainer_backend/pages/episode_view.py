@@ -129,7 +129,7 @@ def decision_lines(episode: Trajectory, columns: Sequence[Columns]) -> list[dict
 
     `columns` has the stored columns of each decision, or is empty. In the result, `action` contains the
     executed actions or, in a conversation, the tool calls or the text. `unlocked` contains the achievements
-    that are new in the episode, and `payments` the other rewards and costs. `bar` shows the advantage, if any.
+    that are new in the episode, and `payments` the other rewards and costs. `bar` shows a stored advantage.
     """
     stored: list[Columns] = [*columns, *[{}] * (len(episode.steps) - len(columns))]
     largest = max((abs(row["advantage"]) for row in stored if row.get("advantage") is not None), default=0.0)
@@ -279,7 +279,7 @@ _ROUNDING = 1e-12  # smaller values are rounding errors of sums, and are shown a
 
 
 def _shown(value: float) -> str:
-    """Format a value so that readers can check sums: three decimals, or below 0.1 three significant digits."""
+    """Format a value precisely enough to check sums: three decimals; below 0.1, three significant digits."""
     value = 0.0 if abs(value) < _ROUNDING else value
     text = f"{value:.3f}" if abs(value) >= 0.1 or value == 0.0 else f"{value:.3g}"
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text

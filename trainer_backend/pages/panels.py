@@ -85,7 +85,7 @@ _TABLE: tuple[Panel, ...] = (
 
 
 def fill(table: Iterable[Panel], metrics: Sequence[Metric]) -> tuple[Panel, ...]:
-    """Return the panels that `table` or a metric defines, sorted by section and filled with the metrics' lines.
+    """Return the panels that `table` or a metric defines, sorted by section, with the lines of `metrics`.
 
     In a panel, the lines of iterations come first. Lines of the same kind keep the order of `metrics`.
     """
@@ -107,14 +107,14 @@ PANELS = fill(_TABLE, DECLARED)
 
 
 def restrict(panels: Iterable[Panel], metrics: Iterable[tuple[str, str]]) -> list[Panel]:
-    """Drop the lines whose metrics a run lacks, and empty panels. The run has these (kind, metric) pairs."""
+    """Drop lines whose metric a run lacks, and empty panels. `metrics` are the run's (kind, metric) pairs."""
     pairs = sorted(set(metrics))
     lines = [tuple(line for part in panel.lines for line in _lines(part, pairs)) for panel in panels]
     return [replace(panel, lines=own) for panel, own in zip(panels, lines, strict=True) if own]
 
 
 def merge_outcome(panels: Iterable[Panel], outcome: str) -> list[Panel]:
-    """Drop the panel "unique" if unique achievements are the outcome, which the panel "outcome" shows.
+    """Drop the panel "unique" if it shows the outcome, because the panel "outcome" shows the same.
 
     The panel "outcome" then gets the title of the dropped panel.
     """

@@ -58,7 +58,7 @@ _STAGES = ("time/collect_s", "time/credit_s", "time/update_s", "time/publish_s")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The query string of a run's page: other runs to overlay, and chart settings. static/charts.js changes it."""
+    """The query string of a run's page: runs to overlay, and chart settings. static/charts.js changes it."""
 
     others: Annotated[tuple[str, ...], Query(alias="with")] = ()
     x: Literal["", "steps", "tokens", "hours"] = ""  # the horizontal axis; empty: iterations
@@ -69,7 +69,7 @@ class View:
     pin: str = ""  # the reference run of a comparison
 
     def query(self, others: Sequence[str]) -> str:
-        """Return the query string with the chart settings of this view, and with `others` as the runs to overlay."""
+        """Return the query string of this view, but with `others` as the runs to overlay."""
         view = {"x": self.x, "smooth": self.smooth, "log": self.log, "seeds": self.seeds, "pin": self.pin}
         chosen = [(name, str(value)) for name, value in view.items() if value]
         return urlencode([*(("with", other) for other in others), *chosen])
@@ -124,7 +124,7 @@ def head(request: Request, job_id: str) -> Response:
 def charts(request: Request, job_id: str, view: Chosen, rest: bool = False) -> JSONResponse:
     """Send the values of the page's charts to static/charts.js.
 
-    With `rest`, send those of the generated charts instead, whose metrics no panel of the page shows.
+    With `rest`, send the values of the generated charts, which show the metrics that no panel shows.
     """
     store = get_dashboard(request).store
     runs = _runs(store, job_id, view.others)

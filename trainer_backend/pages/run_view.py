@@ -106,7 +106,7 @@ FIGURES: tuple[tuple[str, str, Form, str, str], ...] = (
 def key_figures(iterations: Sequence[Row], evaluations: Sequence[Row], outcome: str) -> list[Figure]:
     """Return (name, value, note) of each key figure as texts. Both lists of rows start with the oldest row.
 
-    A note has the 95 % interval, the losses, and the figure's meaning or, without one, its first value.
+    A note has the 95 % interval, the losses, and the figure's meaning or, if it has none, its first value.
     """
     figures = []
     for name, metric, form, unit, note in FIGURES:

@@ -69,7 +69,7 @@ def _band(line: Line, curves: Curves, *, alone: bool) -> Sequence[tuple[Sequence
     """Return (iterations, values) of the lower and the upper bound of a line's band; empty without a band.
 
     If the chart shows a single run (`alone`), a line without bounds whose points were thinned also has a
-    band: the extremes of the omitted values.
+    band: the extremes of the values between its points.
     """
     bounds = [curves[line.kind, name] for name in line.bounds if (line.kind, name) in curves]
     if len(bounds) == 2:
@@ -145,7 +145,7 @@ def _hours(rows: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
 
 
 def place_on_axes(axes: Sequence[Axes], charts: Iterable[Chart]) -> dict[str, Any]:
-    """Return the iterations at which charts have values, and every run's position on each axis there.
+    """Return the iterations with values in charts, and the runs' positions on each axis at these iterations.
 
     An axis is left out if any run lacks it. Before a run's first iteration, the position is 0. If an
     iteration has no position, the position of the last earlier iteration is used.

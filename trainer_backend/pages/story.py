@@ -52,7 +52,7 @@ class Story:
 
     @property
     def by_actor(self) -> list[Row]:
-        """The iterations in which the actor played. In a mixture, only fixed policies may play an iteration."""
+        """The iterations in which the actor played. In a mixture, fixed policies play the others."""
         return [row for row in self.iterations if "episode/outcome_reward" in row]
 
     @property

@@ -134,7 +134,7 @@ def _who_waited(rows: Sequence[Row]) -> str:
 def _both_s(row: Row) -> float:
     """Return the seconds of an iteration in which both lanes worked.
 
-    The row has only their share, `perf/overlap`, and the seconds in which one lane waited.
+    They are computed from their share, `perf/overlap`, and the seconds in which one lane waited.
     """
     share = row.get("perf/overlap", 0.0)
     if share >= 1.0:  # neither lane waited

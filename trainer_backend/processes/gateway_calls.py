@@ -52,8 +52,8 @@ class GatewaySetup(Body):
 class Line(Body):
     """A line of text for the run.
 
-    By kind, "serving": the address that answers requests from now on; "server_away": the address of a vLLM
-    server that must be restarted; "say": a message for the user.
+    The text depends on the kind. "serving": the address that answers requests from now on; "server_away":
+    the address of a vLLM server that must be restarted; "say": a message for the user.
     """
 
     kind: Literal["serving", "server_away", "say"]

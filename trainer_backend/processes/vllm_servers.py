@@ -216,7 +216,7 @@ class VllmServers:
     Every server starts with the model of the first version. The current weights are loaded before it serves.
 
     Args:
-        hardware: the learner's hardware, which determines the servers' dtype and, locally, their accelerators.
+        hardware: the learner's hardware; it gives the servers' dtype and, locally, their accelerators.
         tell: receives a line of text for each server that is ready or has ended.
         device: the job's `model.device`.
         broadcasts: whether the learner sends weights to the servers.
@@ -256,7 +256,7 @@ class VllmServers:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The current addresses of the servers. The addresses on other machines are known only after `start`."""
+        """The current addresses of the servers. Addresses on other machines are known only after `start`."""
         return tuple(server.url for server in self._servers)
 
     async def start(self, version: Path) -> None:
@@ -329,8 +329,8 @@ def arguments(table: Mapping[str, Any]) -> Iterator[str]:
 def visible_devices(devices: Sequence[str], servers: int, each: int) -> list[str | None]:
     """Return the accelerators of each server, as names joined by commas.
 
-    The accelerators are taken from the end of `devices`, because the learner uses the first one. If there are
-    fewer than `each`, which one server needs, every entry is None; vLLM then reports the shortage.
+    The accelerators are taken from the end of `devices`, because the learner uses the first one. If one
+    server needs more of them (`each`) than there are, every entry is None, and vLLM reports the shortage.
     """
     if not devices or each > len(devices):
         return [None] * servers

@@ -48,7 +48,7 @@ class WeightFolders:
     be reading the previous one.
 
     Args:
-        prompt_tokens: most tokens of the prompt with which servers check a version; 0: no check.
+        prompt_tokens: most tokens of the prompt with which a server's weights are tested; 0: no test.
         has_adapters: whether the folders contain adapters only. The base model is then written once, with the
             first version.
         sleeps: whether vLLM servers sleep while the learner works.
