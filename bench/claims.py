@@ -178,8 +178,8 @@ def statelm_claims() -> Iterator[Claim]:
     medians = " → ".join(f"{statistics.median(values):z.2f}" for values in (before, after))
     text = f"| {medians} | after: {min(after):z.2f} to {max(after):z.2f} |"
     yield Claim(README, "documents that do not fit the window", text)
-    words = f"from {spread(before)} to {spread(after)} with deletion, and goes from"
-    without = f"{spread(arms.before('no_editing'))} to {spread(arms.after('no_editing'))} without"
+    words = f"from {spread(before)} to {spread(after)}. Without deletion, it falls from"
+    without = f"{spread(arms.before('no_editing'))} to {spread(arms.after('no_editing'))}"
     yield Claim(DOCUMENTS, "", f"{words} {without}")
     yield from figures(
         {
