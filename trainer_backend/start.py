@@ -169,8 +169,7 @@ async def _run(
         await asyncio.to_thread(_refuse_damage, job, directory.checkpoints)
     checkpoint = latest_checkpoint(directory.checkpoints)
     fixed_setup = await asyncio.to_thread(_load_fixed_setup, job, learners, checkpoint)
-    # Each start of the run has a new run id, because task apps refuse a rollout id that an earlier start used
-    # with another request body. Seeds do not depend on the run id.
+    # A new id for each start: task apps refuse an earlier start's rollout ids with other request bodies.
     run_id = f"{directory.run_id}.{secrets.token_hex(4)}"
     # Reserve the port first, so that a port in use is found before the minutes of a warm-up.
     with job_parts.gateways(job, fixed_setup, directory, reporter.say, launcher) as gateways:
@@ -205,8 +204,7 @@ async def _run(
                     reporter, reporter.resumes, reseedable=reseedable,
                     curriculum=_curriculum(planner, apps, directory, reporter, reseedable=reseedable),
                 )  # fmt: skip
-                # Record changed rows only now, so that a start that fails, or has no work left, does not
-                # accept the change.
+                # Record changed rows only now, so that a start which fails accepts no change.
                 if models.checkpoint is not None and work_left(run, progress):
                     await asyncio.to_thread(record_rows, directory, record, data, progress.iteration)
                 progress = await train(run, progress, stop, served=replace_job)
