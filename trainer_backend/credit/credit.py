@@ -68,8 +68,7 @@ class Credited:
 def _find_flat_groups(estimate: "_Estimate") -> list[str]:
     """Return the ids of the rollout groups whose advantages are all 0.
 
-    With `baseline = "per_policy"`, the estimator compares episodes within parts of a group. Even then, an id
-    is returned only if the advantages are 0 in all parts.
+    With `baseline = "per_policy"`, the advantages of all policies in the group must be 0.
     """
     advantages = [item.flat if isinstance(item, ByToken) else item for item in estimate.trained]
     played = zip(estimate.episodes, estimate.rollouts, strict=True)
@@ -96,7 +95,7 @@ class _Estimate:
         return [self._credit(index, algorithm) for index in range(len(self.episodes))]
 
     def actor_metrics(self, gamma: float) -> dict[str, float]:
-        """Return the decision metrics of the actor's rollouts, and the estimator's metrics of all rollouts."""
+        """Return the decision metrics of the actor's rollouts and the estimator's metrics of all rollouts."""
         own = [index for index, policy in enumerate(self.policies) if policy == ACTOR]
         metrics = self.advantages.diagnostics
         if not own:
@@ -263,12 +262,12 @@ class CreditAssignment:
         }
 
     def final_views(self, rollouts: Sequence[Rollout]) -> dict[str, Segment]:
-        """Build the final prompts of episodes that a limit cut short, by rollout id; see `Policies.final_view_by`."""
+        """Build the final prompts of episodes cut short by a limit, by id; see `Policies.final_view_by`."""
         views = {item.rollout_id: self.policies.final_view_by(item) for item in rollouts}
         return {name: view for name, view in views.items() if view is not None}
 
     def _earned(self, rollout: Rollout, measured: Measured) -> Earned:
-        """Compute the rewards of a rollout. If it starts at a snapshot, earlier decisions shorten its horizon."""
+        """Compute the rewards of a rollout. Decisions before a snapshot at its start shorten its horizon."""
         done = None if rollout.trajectory is None else rollout.trajectory.parent_turn
         return self.rewards.earned_by(rollout, measured.scored, decisions_done=done or 0)
 

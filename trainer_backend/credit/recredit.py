@@ -82,7 +82,7 @@ def stored_files(run: RunDirectory, iterations: Sequence[int]) -> list[Path]:
 
 
 def stored_iterations(run: RunDirectory, iterations: Sequence[int]) -> list[list[Rollout]]:
-    """Read the finished rollouts of each iteration, in order. If `iterations` is empty, read all iterations."""
+    """Read the finished rollouts by iteration, in order. If `iterations` is empty, read all iterations."""
     read = [read_rollouts(path) for path in stored_files(run, iterations)]
     finished = [[item for item in rollouts if item.trajectory is not None] for rollouts in read]
     if not any(finished):
@@ -224,7 +224,7 @@ _ALONE = {
 
 
 def _describe_matches(credited: Recredited) -> list[Text]:
-    """Return sentences that say how often states and texts occur twice, and which estimators need this."""
+    """Return sentences on how often states and texts occur twice, and which estimators rely on that."""
     lines = []
     for kind, share in credited.met.items():
         by = ", ".join(name for name in credited.credits if _compared_kind(name) == kind)
@@ -293,7 +293,7 @@ def write_recredit(
 
 
 def truth_page(scores: TruthScores) -> bytes:
-    """Return an HTML page with charts of estimators against true advantages, whose noise it also states."""
+    """Return an HTML page: the noise of the measured truth, and charts of estimators against the truth."""
     above = noise_lines(scores.setting, scores.noise).plain.splitlines()
     return agreement_page(
         {TRUTH: scores.true, **scores.advantages},
@@ -457,9 +457,8 @@ def select_advantages(
 ) -> dict[str, list[OfEpisode]]:
     """Return the advantages by estimator, in the order of the rollouts.
 
-    They are advantages of tokens if the estimator computed these, and otherwise of decisions. `truths`, keyed
-    by rollout id and turn, are added under the name TRUTH. If `truths` is given, the advantages of decisions
-    without a true advantage are set to 0, so that gradients are compared over the measured decisions.
+    Each is by token if the estimator computed that, else by decision. `truths`, by rollout id and turn, are
+    added as TRUTH. If given, advantages without a true one are set to 0, and so add nothing to gradients.
     """
     if truths is None:
         return {

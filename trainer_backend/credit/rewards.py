@@ -1,4 +1,4 @@
-"""Computes rewards r_t of a rollout (stop 9 of docs/route.md), finds its policy, builds its segments. Pure."""
+"""Computes the rewards r_t (stop 9 of docs/route.md), policy and segments of a finished rollout. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence

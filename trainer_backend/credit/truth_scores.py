@@ -40,8 +40,8 @@ class TruthScores:
         true: true advantages of the measured decisions.
         advantages: advantages of the same decisions, in the same order, by estimator.
         scores: the score of each estimator.
-        unbiased: for each estimator, the correlation that an unbiased estimator with the same std would reach.
-            None for a biased estimator, because its std does not measure noise in reward units.
+        unbiased: by estimator, the correlation that an unbiased estimator with the same std would reach. None
+            for a biased estimator, because its std does not measure noise in reward units.
         cosines: cosine between an estimator's gradient and the truth's, by estimator; may be empty.
     """
 

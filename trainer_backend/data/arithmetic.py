@@ -17,7 +17,7 @@ _THINGS = ("shells", "stamps", "marbles", "plums", "coins", "beads", "nails", "c
 def sums(rows: int, *, steps: int, seed: int, largest: int = 20) -> Iterator[dict[str, str]]:
     """Yield rows whose problems take one to `steps` additions, subtractions and multiplications.
 
-    No question occurs twice. A larger `rows` adds rows at the end, and keeps the others if the seed is the same.
+    No question occurs twice. With equal seeds, a larger `rows` only adds rows at the end.
     `largest` is the largest number in a question; multipliers are 2 or 3.
     """
     random, questions = Random(seed), set[str]()

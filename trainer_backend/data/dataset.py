@@ -32,8 +32,8 @@ class Split:
     rows: tuple[Row, ...]
     """The rows; ids are unique."""
     keys: tuple[str, ...]
-    """For each row, the key that `split_rows` hashes: the row's own id, or without one its task digest. Rows
-    with equal task digests are on the same side of the split."""
+    """For each row, the key that `split_rows` hashes: its id if the file gives one, else its task digest, so
+    that rows without ids but with equal tasks are on the same side."""
     used: Mapping[str, str]
     """The column from which each part of a row was read, by part, such as `prompt`."""
     unread: tuple[str, ...] = ()

@@ -11,8 +11,7 @@ Public layouts use different columns for the same part:
     id              id
 
 Columns separated by a comma must agree if both are present. A column after a semicolon counts only if all
-before it are absent. A null value counts as absent, because Parquet files store an
-absent value as null.
+before it are absent. A null value counts as absent, because Parquet stores absent values as null.
 """
 
 import json

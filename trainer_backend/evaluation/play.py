@@ -116,8 +116,7 @@ def what_to_evaluate(
 def _is_a_name(folder: Path, run: Path | None) -> bool:
     """Return whether `folder` is to be read as an environment's name.
 
-    This requires a path of one part. In addition, the folder must not exist, or an environment must have this
-    name and the folder must not be a run.
+    The path must have one part. The folder must not exist, or be no run and have an environment's name.
     """
     if len(folder.parts) != 1:
         return False
@@ -151,7 +150,7 @@ async def evaluate(
 ) -> EvaluationResult:
     """Play every held-out world of the job, on its task apps.
 
-    Sampling seeds are those of the evaluations in training, so a checkpoint plays as in its evaluation then.
+    Sampling seeds are those of the evaluations in training, so a checkpoint plays as it did in training.
 
     Args:
         job: environment, limits, worlds ([evaluation]) and services.

@@ -199,8 +199,8 @@ class Source:
 def find_source(run: RunDirectory, policies: Policies, options: TruthOptions) -> Source:
     """Find the iteration to measure, and the checkpoint that continues its episodes.
 
-    If `options.iteration` is None, choose the newest iteration whose tokens were all sampled by one stored
-    checkpoint. If `options.checkpoint` names the checkpoint, choose the newest iteration.
+    If the options name neither, choose the newest iteration whose tokens were all sampled by one stored
+    checkpoint. If they name only a checkpoint, choose the newest iteration.
 
     Raises:
         RunDirectoryError: no rollouts are stored, or no stored checkpoint sampled all tokens.

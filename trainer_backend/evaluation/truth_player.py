@@ -64,7 +64,7 @@ class _Side(NamedTuple):
 
     step: StepData
     episode: Trajectory
-    """The episode that contains `step`: the stored episode, or an episode that was played to sample `step`."""
+    """The episode that contains `step`: the stored episode, or one that was played to sample `step`."""
     moment: str | None
     """The snapshot after the decision; None if the episode ended there."""
 
@@ -98,7 +98,7 @@ class ContinuationPlayer:
         """Measure the true advantage of a decision; return None if too few pairs could be played.
 
         Raises:
-            TaskAppError: when replayed, the episode or the decision's prompt differs from the stored one.
+            TaskAppError: the replayed episode, or the decision's prompt in it, differs from the stored one.
         """
         moments = await self._moments(item)
         if moments is None:
@@ -269,7 +269,7 @@ def _without_lost(
 
 
 def _joined(step: StepData, rest: Sequence[StepData], ending: Trajectory) -> Trajectory:
-    """Return an episode that consists of the decision `step` and the decisions `rest`, and ends like `ending`."""
+    """Return an episode made of the decision `step` and the decisions `rest`; it ends like `ending`."""
     steps = tuple(_at_turn(one, turn) for turn, one in enumerate((step, *rest), start=1))
     return ending.model_copy(update={"steps": steps})
 

@@ -253,7 +253,7 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 class ReaderState(Body, allow_inf_nan=False):
     """A snapshot of an episode.
 
-    `index` is the [chunk_size, overlap] of the index, or None if the model has built no index. `reward` is the reward of the last env step.
+    `index` is [chunk_size, overlap]; None if no index was built. `reward` is the reward of the last env step.
     """
 
     format: Literal[1] = 1

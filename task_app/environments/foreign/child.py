@@ -71,8 +71,8 @@ class Child:
     def lines(self, deadline_s: float) -> Iterator[Any]:
         """Parse and yield the next lines that the process writes. Blank lines are skipped.
 
-        `deadline_s` limits the time for all these lines together. All these lines count as one call, and
-        the limit of stderr in the log starts again with each call.
+        `deadline_s` limits the time for all these lines together. They also count as one call for the limit
+        of stderr in the log.
         """
         self._output.begin_call()
         until_s = time.monotonic() + deadline_s

@@ -48,7 +48,7 @@ def gymnasium_environment(
 ) -> ForeignEnvironment:
     """Return the environment that `argument` names: ID, or MODULE:ID with a module that the operator allows.
 
-    `wrapper` is a function from a file of the operator. It wraps the environment, and may change its spaces.
+    `wrapper`, a class or function of the operator, wraps the environment and may change its spaces.
     """
     if "render_mode" in config.kwargs:
         raise InvalidRequest(

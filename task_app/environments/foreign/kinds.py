@@ -21,7 +21,7 @@ class ForeignKind:
     config_class: str
     module: str
     function: str
-    """Name of the function that builds an environment; the function must be fast."""
+    """Name of the function that builds an environment; this function must be fast."""
 
     @property
     def config(self) -> type[Body]:

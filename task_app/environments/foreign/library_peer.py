@@ -1,8 +1,8 @@
 """`textarena:ID`, `reasoning_gym:NAME` and `verifiers:MODULE`: run a library in a child process.
 
 The process may use another Python (`Reach.python_with`), because the libraries need other package versions
-than Turnwise. Another reason for a process is that they use the global random generators. The folder
-`children` contains a module for each library; its `__main__.py` documents the protocol.
+than Turnwise. Each environment has its own process, because the libraries use global random generators. The
+folder `children` contains a module for each library; its `__main__.py` documents the protocol.
 """
 
 import json

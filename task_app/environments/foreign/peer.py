@@ -46,7 +46,7 @@ class Shown:
     text: str
     """Text for the model."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """The content of `text` as plain JSON."""
+    """Plain JSON values for `Observation.data`, such as the observation that `text` describes."""
     reward: float = 0.0
     """Reward of this env step."""
     terminated: bool = False

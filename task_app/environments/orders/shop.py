@@ -1,4 +1,4 @@
-"""Immutable objects for a shop's database and its customers' requests, and functions that draw them randomly."""
+"""A shop's database and its customers' requests, as immutable objects that are drawn at random."""
 
 import random
 from typing import Annotated, Literal
@@ -49,7 +49,7 @@ class Shop(Body):
         return next((order for order in self.orders if order.id == order_id), None)
 
     def changed(self, order: Order, *, back: int) -> "Shop":
-        """Return a shop with `order` in place of the order with the same id, and `back` more of its product."""
+        """Return a shop with `order` in place of the row with this id, and `back` more of its product."""
         orders = tuple(order if row.id == order.id else row for row in self.orders)
         stock = {**self.stock, order.product: self.stock[order.product] + back}
         return self.model_copy(update={"orders": orders, "stock": stock})

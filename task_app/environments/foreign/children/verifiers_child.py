@@ -141,8 +141,7 @@ class World:
         """Answer the waiting request, and let the Env continue.
 
         Returns:
-            The new messages of the Env's next request, and {}. At the end of the episode: no messages, and
-            the final outcome.
+            The new messages of the next request, and {}; at the end, no messages and the final outcome.
         """
         assert self._player.answer is not None and self._episode is not None, "a request waits"
         answer, self._player.answer = self._player.answer, None

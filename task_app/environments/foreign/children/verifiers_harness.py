@@ -2,7 +2,7 @@
 
 The package's own harnesses start a program with `uv`. This harness runs its loop in the process instead. The
 package allows this "as long as every model call goes through `endpoint` + `secret`"
-(verifiers/v1/harness.py), because stop conditions, limits and the taskset's hooks are applied there.
+(verifiers/v1/harness.py). Stop conditions, limits and the taskset's hooks then apply to each call.
 """
 
 import json
