@@ -368,7 +368,7 @@ def _with_own_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
 def read_table(tables: Mapping[str, Any], name: str, places: Places, *, inside: str = "") -> dict[str, Any]:
     """Return a copy of a table, or an empty dict if the table is absent.
 
-    Raises JobError if the value is not a table. The error puts `inside`, such as `training.`, before the name.
+    Raises JobError if the value is not a table. The error puts `inside`, as in `training.`, before its name.
     """
     table = tables.get(name, {})
     if not isinstance(table, dict):
