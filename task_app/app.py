@@ -90,8 +90,8 @@ def create_app(
 ) -> TaskApp:
     """Build the app, by default with the plug-ins of `plugins.py`. Background tasks start with its lifespan.
 
-    If `settings` contain no API key, the app refuses all requests if `needs_key` is true. If it is false, the
-    app answers only requests from this machine.
+    Without an API key in `settings`, the app refuses all requests if `needs_key` is true, and answers only
+    requests from this machine if `needs_key` is false.
     """
     keys = Keys(settings.api_keys, variable=TASK_APP_KEY, needed=needs_key)
     boards = replace(boards or default_plug_boards(), reach=settings)

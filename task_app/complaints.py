@@ -12,7 +12,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the first error about an unknown key (maybe a misspelt required key), else the first error."""
+    """Return the first error about an unknown key (maybe a required key, misspelt), else the first error."""
     return next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
 
 
@@ -57,7 +57,7 @@ def state_in(model: type[M], data: bytes) -> M:
     """Parse the JSON bytes of an environment's snapshot.
 
     Raises:
-        ValueError: the bytes are no valid JSON for the model. `restore` may let this error pass through.
+        ValueError: the bytes are no valid JSON for the model. `restore` need not catch this error.
     """
     try:
         return model.model_validate_json(data)

@@ -37,7 +37,7 @@ class InvalidRequest(TaskAppError, code="invalid_request", status=422):
 def refuse_used(uses: Mapping[str, bool], why: str, *, where: str, hint: str | None = None) -> None:
     """Raise InvalidRequest if the request uses a part that would have no effect.
 
-    `uses` maps the name of each such part to whether the request uses it. `why` completes the sentence
+    `uses` maps the name of each such part to true if the request uses it. `why` completes the sentence
     "<name> has no effect ...".
     """
     for name, is_used in uses.items():

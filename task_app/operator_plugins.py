@@ -57,8 +57,8 @@ def _add_entries(
 ) -> PlugBoards:
     """Return the plug boards with `entries` added to one board, such as "ENVIRONMENTS".
 
-    `place` names the file or entry point in errors; `source` is that of `RewardPlugin`. Raises SettingsError
-    if an entry has a wrong type, or if a name is invalid or taken.
+    `place` names the file or entry point in errors; `source` becomes `RewardPlugin.source`. Raises
+    SettingsError if an entry has a wrong type, or if a name is invalid or taken.
     """
     kind, noun, advice = _KINDS[board]
     field = "environments" if board == "AGENTS" else board.lower()

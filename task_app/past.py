@@ -45,9 +45,9 @@ def state_alone(
 ) -> tuple[Message, ...]:
     """Return a prompt without history, for an environment whose observation shows the whole state.
 
-    It consists of a system message with the text `system`, which states the rules, and a user message with
-    the observation and, if the last call was refused, the reason. If `system` is None, for small models, it
-    contains only the observation.
+    The prompt consists of a system message, whose text `system` states the rules, and a user message with the
+    observation. If the last call was refused, the user message also says why. If `system` is None, the prompt
+    contains only the observation, which suits small models.
     """
     if system is None:
         return (Message(role="user", content=observation.text),)

@@ -106,8 +106,8 @@ class PolicyContext:
 class EnvironmentPlugin(Generic[C]):
     """The config class, the constructor and the state keys of an environment.
 
-    `build` must be fast; slow work, such as generating a world, belongs in `reset`. The first of `state_keys`
-    is used by default.
+    `build` must be fast; slow work, such as generating a world, belongs in `reset`. A state key decides which
+    states count as equal; the first of `state_keys` is the default.
     """
 
     config: type[C]
@@ -119,7 +119,7 @@ class EnvironmentPlugin(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlugin(Generic[C]):
-    """The config class and the constructor of a policy; `defaults` takes config values from `Settings`."""
+    """The config class and the constructor of a policy; `defaults` makes config values from `Settings`."""
 
     config: type[C]
     build: Callable[[C, PolicyContext], AgentPolicy]
@@ -333,7 +333,7 @@ class PlugBoards:
     def state_keys(
         self, env_name: str, environment: Environment, *, where: str = ""
     ) -> dict[str, StateKey | PromptKey]:
-        """Return the state keys, by name, of `environment`, which is the environment named `env_name`."""
+        """Return the state keys that `environment` offers, by name; `env_name` is its own name."""
         own = self.environment_plugin(env_name, where=where).state_keys
         return keys_by_name(own, conversation=isinstance(environment, ConversationalEnvironment))
 

@@ -105,7 +105,7 @@ def _read_count(name: str, value: Any) -> int:
 
 
 def _read_flag(name: str, value: Any) -> bool:
-    """Convert True, False, 1, 0 or a numpy value equal to these. Text is refused: bool("False") is True."""
+    """Convert True, False, 1, 0 or an equal numpy value. Text is refused, because bool("False") is True."""
     if isinstance(value, str | bytes) or value not in (0, 1):
         raise TypeError(f"{name} is {shown(value)}; a bool is needed")
     return bool(value)
@@ -142,7 +142,7 @@ class PolicyObservation(list[Message]):
 
     Attributes:
         data: the observation as plain values, for scripted policies.
-        max_tokens: most tokens to sample, for example the rest of a budget; at least 1. None: no limit.
+        max_tokens: limit on the number of sampled tokens, at least 1; None means no limit.
         stop: stop strings, at which sampling ends; only agents whose calls are captured can request them.
         options: further settings of such an agent's call, for a policy that implements `FollowsOptions`.
     """
@@ -239,7 +239,7 @@ class RestorableEnvironment(Environment, Protocol):
     def restore(self, state: bytes) -> Observation:
         """Continue from a state, and return the observation that was shown last before the snapshot.
 
-        The snapshot may come from another process, but from an environment with the same config.
+        The snapshot was taken from an environment with the same config, perhaps in another process.
         Raises ValueError if the bytes are no state for this config; the message names the wrong part.
         """
 
@@ -432,10 +432,10 @@ class RewardFunction(Protocol):
 class BaseInteraction:
     """Simulates the user who answers the model. The operator's file of interactions lists subclasses.
 
-    Each episode has its own object. The method signatures are those of the published base class, so classes
-    that were written for it run unmodified. As in the published class, `generate_response` by default scores
-    every answer with 0.8. Each object has its own thread with an event loop, so its methods may block. With
-    the class attribute `never_blocks = True`, they run on the service's event loop and must not block.
+    Each episode has its own object. The method signatures are those of verl's class `BaseInteraction`, so
+    subclasses of that class run unmodified. As in verl, `generate_response` by default scores every answer
+    with 0.8. Each object has its own thread with an event loop, so its methods may block. With the class
+    attribute `never_blocks = True`, they run on the service's event loop and must not block.
 
     Source: 5-interactions.md; DESIGN.md 4.11.
     """

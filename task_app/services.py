@@ -167,7 +167,7 @@ class Services:
         return await self.threads.run("environment.tools", list_tools, environment)
 
     def unbind(self, policy_id: str, session: PolicySession) -> None:
-        """Remove the step-reward settings of a policy from the environment to which the policy was bound."""
+        """Remove a policy's step-reward settings from the environment session to which it was bound."""
         environment = self.environments.find(session.bound_env_id) if session.bound_env_id else None
         if environment is not None:
             environment.switches.pop(policy_id, None)

@@ -40,7 +40,7 @@ class EnvironmentContract:
     seed = 3
     """Seed of the episodes."""
     decisions = 200
-    """Most decisions of an episode that the tests play."""
+    """The tests play at most this many decisions of an episode."""
     words = "words without a call"
     """The text that the tests give to `answer` of an AnsweredEnvironment."""
 
@@ -262,7 +262,7 @@ class EnvironmentContract:
 
 
 def check(holds: bool, sentence: str) -> None:
-    """Raise AssertionError(sentence) if `holds` is false; pytest explains no `assert` in this module."""
+    """Raise AssertionError(sentence) if `holds` is false. Pytest would not explain a failed `assert` here."""
     if not holds:
         raise AssertionError(sentence)
 

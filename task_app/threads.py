@@ -23,7 +23,7 @@ _SOON_S = 1.0
 
 
 class Threads:
-    """Runs calls of plug-ins in threads, up to `most` at once; further calls wait in the order of `run`.
+    """Runs calls of plug-ins in threads, up to `most` at once. Further calls wait; the oldest starts first.
 
     A call stops counting towards `most` if it runs longer than `stuck_after_s` seconds, or about a second
     after its caller was cancelled. Its daemon thread continues, and the call counts as hanging until it ends.
@@ -80,11 +80,10 @@ class Threads:
 
 
 async def in_thread(threads: Threads | None, what: str, call: Callable[..., T], *arguments: Any) -> T:
-    """Run the call of a plug-in in a thread and return its result.
-
-    If `threads` is None, the number of threads is not limited.
+    """Run the call of a plug-in in a thread and return its result; no limit of threads if `threads` is None.
 
     Raises:
+        CapacityReached: too many calls of `threads` hang.
         CriticalError: the call raised an exception that is not a ServiceError.
     """
     if threads is None:
@@ -93,7 +92,7 @@ async def in_thread(threads: Threads | None, what: str, call: Callable[..., T], 
 
 
 def begin(what: str, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-    """Start the call in a new daemon thread, and return a future of its result; errors as in `in_thread`."""
+    """Start the call in a new daemon thread, and return a future of its result or its CriticalError."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()

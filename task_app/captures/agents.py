@@ -59,7 +59,7 @@ class Agent:
 
     @property
     def program(self) -> str | None:
-        """The path of the agent's executable, as its process will find it; None if it does not exist."""
+        """The path of the executable that the agent's command starts; None if there is no such executable."""
         name = self.command[0]
         if self.folder is not None and os.path.dirname(name):
             name = os.path.join(self.folder, name)
@@ -73,7 +73,7 @@ class AgentConfig(Body):
 
 
 class AgentEnvironment:
-    """An agent in the form of an environment. `step` always raises: the agent calls the policy itself."""
+    """An agent as an environment. `step` always raises, because an agent calls the policy itself."""
 
     outcome_definition = OUTCOME
     quick_step = True

@@ -1,4 +1,4 @@
-"""Shared by the three dialects (model APIs) of captures: calls, answers, and readers of request bodies."""
+"""What the dialects (model APIs) of captures share: model calls, answers, and readers of request bodies."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +82,7 @@ class Dialect(Protocol):
 
 @dataclass(slots=True)
 class Keys:
-    """Reads a request's body key by key, and reports every key that no method has read as ignored.
+    """Reads a request's body key by key. Keys that no method has read are reported as ignored settings.
 
     A key whose value is null counts as absent.
     """
@@ -120,7 +120,7 @@ class Keys:
     def tools(self, read: Callable[["Item"], ToolSpec]) -> tuple[ToolSpec, ...]:
         """Return the tools that `tool_choice` allows.
 
-        Store in `options` that a call is required, or that parallel calls are forbidden, if the body says so.
+        If the body requires a tool call or forbids parallel tool calls, store this in `options`.
         """
         specs = [read(item) for item in objects(self.take("tools", list, []), "tools")]
         value = self.take("tool_choice", (str, dict), "auto")
@@ -210,7 +210,7 @@ class Keys:
 
 
 def refusal_at(where: str, fault: str, *, hint: str | None = None) -> InvalidRequest:
-    """Make an error about the part of a body at the path `where`, with which the error's text begins."""
+    """Make an error about a part of a body. Its text is `where`, the path of the part, and then `fault`."""
     return InvalidRequest(f"{where} {fault}", where=where, hint=hint)
 
 
@@ -229,7 +229,7 @@ class Item:
         return refusal_at(f"{self.where}.{name}", fault, hint=hint)
 
     def part(self, name: str, kind: type, needed: str) -> Any:
-        """Return a key's value. Raise InvalidRequest, which names `needed`, if its type is not `kind`."""
+        """Return a key's value. Raise InvalidRequest if it is no `kind`; `needed` names the type in words."""
         if not isinstance(self.get(name), kind):
             fault = f"{self.where}.{say_needed(self.value, name, needed)}"
             raise InvalidRequest(fault, where=f"{self.where}.{name}")
@@ -243,7 +243,7 @@ class Item:
         return text
 
     def role(self, roles: Mapping[str, str]) -> str:
-        """Return the message's role; `roles` maps the dialect's names of roles to the names for policies."""
+        """Return the message's role; `roles` maps the dialect's role names to those that policies know."""
         role = self.get("role")
         if not isinstance(role, str) or role not in roles:
             raise self.refusal("role", f"is {clipped(repr(role))}; known: {', '.join(roles)}")

@@ -64,7 +64,7 @@ class Captures:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}{PATH}{capture.capture_id}"
 
     def opens(self, scope: Scope) -> bool:
-        """Return whether the request presents the key of the capture that its path names."""
+        """Return whether the request contains the key of the capture that the request's path names."""
         capture = self.sessions.find(scope["path"].removeprefix(PATH).partition("/")[0])
         ours = capture.key.encode() if capture is not None else b""
         keys = presented_keys(scope["headers"])

@@ -432,7 +432,7 @@ class Capture:
         )
 
     def _hold_step(self, step: StepData, others: Sequence[ToolSpec | str]) -> None:
-        """Count the bytes of a decision, and of `others`: tools and ignored settings that are new with it.
+        """Count the bytes of a decision, and of `others`: its tools and ignored settings, if they are new.
 
         Raise EpisodeOver if the trajectory would exceed the limit `max_bytes`.
         """

@@ -1,4 +1,4 @@
-"""Runs a rollout of an agent: its process plays the episode, and its model calls are the decisions."""
+"""Runs a rollout of an agent. The agent's process plays the episode; each model call is a decision."""
 
 import asyncio
 from contextlib import suppress
@@ -115,7 +115,7 @@ class AgentWorker:
 def refuse_without_effect(request: RolloutRequest, environment: AgentEnvironment, *, where: str) -> None:
     """Raise InvalidRequest if the request has parts that cannot affect an agent.
 
-    An interaction or a snapshot has no effect, for example, because an agent makes its own prompts and state.
+    For example, an interaction or a snapshot has no effect, because an agent makes its own prompts and state.
     """
     parts = {
         "interaction": request.interaction is not None,

@@ -5,8 +5,8 @@
     observation, info = env.reset(seed=17)
     observation, reward, terminated, truncated, info = env.step(["move_right", "do"])
 
-A step is one decision. `reward` is the sum of its env rewards. `info["decision_rewards"]` lists its
-achievements, if the environment has achievements.
+A step is one decision. `reward` is the sum of the decision's env rewards. `info["decision_rewards"]`
+lists the achievements of the decision, if the environment has achievements.
 
 `reset(seed=17)` starts the same world as POST /env/create with seed 17.
 """
@@ -71,7 +71,7 @@ class TurnwiseEnv(gymnasium.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Start the world of `seed`. Without a seed, draw one from the generator that the last seed set up.
+        """Start the world of `seed`. Without a seed, draw one from gymnasium's generator `np_random`.
 
         Raises:
             ValueError: the seed is outside [0, 2**31 - 1), or `options` is not empty.
@@ -189,8 +189,8 @@ class JsonSpace(_Loose):
 class DecisionSpace(_Loose):
     """The space of decisions: one tool call `{"name", "arguments"}`, a list of calls, or a list of names.
 
-    Names are names of actions. The space contains every action that can be read. The environment may still
-    refuse such an action, and then executes a no-op (DESIGN.md 4.4).
+    A list of names contains action names. The environment may refuse a decision although this space contains
+    it; the environment then executes a no-op (DESIGN.md 4.4).
     """
 
     def __init__(self, tools: Sequence[ToolSpec]) -> None:
@@ -223,8 +223,8 @@ class DecisionSpace(_Loose):
         """Return the tool calls of an action.
 
         Raises:
-            ValueError: the action consists neither of calls nor of names, or it consists of names and the
-                environment has several tools or a tool with other arguments than one list.
+            ValueError: the action is neither calls nor names. Names are allowed only if the environment has
+                exactly one tool, whose only argument is a list.
         """
         if isinstance(action, Mapping):
             return requests_from_wire([action])

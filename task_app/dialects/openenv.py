@@ -77,7 +77,7 @@ async def reset_openenv(
     env_name: Name,
     body: Annotated[HttpReset, NULL_IS_EMPTY, Body(default_factory=HttpReset)],
 ) -> Response:
-    """Start an episode in the session `session_id`; in a new session if there is no id, or a `config`."""
+    """Start an episode in the session `session_id`. Without an id, or with a `config`, open a new session."""
     services = get_services(request)
     if body.session_id is None or body.config is not None:
         session = await OpenEnvSession.start(services, env_name, body)
@@ -130,7 +130,7 @@ async def show_openenv_metadata(request: Request, env_name: Name) -> OpenEnvMeta
 
 @router.get("/openapi.json", response_model=OpenApiDocument)
 async def show_openenv_document(request: Request, env_name: Name) -> Response:
-    """Return an OpenAPI document as of a server that has only this environment (for `openenv validate`)."""
+    """Return an OpenAPI document of only this environment's routes, for `openenv validate`."""
     get_services(request).boards.environment(env_name, {}, where="")
     url = str(request.url).removesuffix("/openapi.json")
     return ReplyJSON(document(request.app.openapi(), prefix=router.prefix, url=url))

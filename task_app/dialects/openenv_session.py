@@ -79,7 +79,7 @@ class OpenEnvSession:
         return reply_data(observation, step["reward"], step["done"], metadata)
 
     def state(self) -> dict[str, Any]:
-        """Return the episode's state. `step_count` counts decisions, since OpenEnv counts `step` messages."""
+        """Return the episode's state, in which `step_count` is the number of decisions."""
         session = self.session
         return {
             "episode_id": self.episode_id,

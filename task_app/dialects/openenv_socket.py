@@ -1,8 +1,8 @@
 """OpenEnv over a WebSocket, as the `openenv` client uses it: /openenv/{env_name}/ws.
 
 Each socket has its own session: the first `reset` creates it, and it is removed when the socket closes. With
-`?session_id=` the socket joins an existing session instead (of /openenv/.../reset or /env/create), which is
-kept when the socket closes.
+`?session_id=` the socket joins a session that /openenv/.../reset or /env/create has created. This
+session is kept when the socket closes.
 
 Messages are {"type": "reset" | "step" | "state" | "mcp" | "close", "data": {...}}.
 """
@@ -70,7 +70,7 @@ class Sockets:
 
 
 class Conversation:
-    """Answers the messages of one socket, without the transport."""
+    """Answers the messages of one socket, but does not receive or send them itself."""
 
     def __init__(self, services: Services, env_name: str, session_id: str | None) -> None:
         self._services = services

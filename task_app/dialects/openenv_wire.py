@@ -87,7 +87,7 @@ class OpenEnvReply(Reply):
 
 
 class _Seen(OpenEnvObservation, title="Observation"):
-    """An observation as OpenEnv's clients read it, with `done` and `reward` inside."""
+    """An observation as OpenEnv's clients read it, which also contains `done` and `reward`."""
 
     done: bool
     reward: float | None
@@ -146,7 +146,7 @@ def tools_json(tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
 def reply_data(
     observation: dict[str, Any], reward: float | None, done: bool, metadata: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a reply that contains `metadata` twice, as in OpenEnv; typed clients read the inner copy."""
+    """Return a reply with `metadata` also inside its observation, where OpenEnv's typed clients read it."""
     inner = {**observation, "metadata": dict(metadata)}
     return {"observation": inner, "reward": reward, "done": done, "metadata": dict(metadata)}
 

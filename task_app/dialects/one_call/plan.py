@@ -34,9 +34,9 @@ _KEY: TypeAdapter[SecretStr] = TypeAdapter(InferenceKey)
 
 
 def policy_config(own: Mapping[str, Any], name: str, body: LegacyRollout, warn: Warn) -> dict[str, Any]:
-    """Return the config for the policy plug-in. It is empty if the request names a living policy (no `name`).
+    """Return the config for the policy plug-in. Without a `name`, it is empty: a living policy keeps its own.
 
-    `own` is the config of the request. The plug-in checks the returned config.
+    `own` is the policy's config in the request, completed with defaults from the settings.
     """
     config = {key: value for key, value in own.items() if key not in CORRELATION_KEYS}
     if not name:
@@ -265,7 +265,7 @@ def drop_unknown(
 
 
 def _take_env_params(config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """Split env.config: return the environment's own keys, and the largest number of decisions."""
+    """Split env.config: return the environment's own keys, and the limit on the number of decisions."""
     rest = dict(config)
     params = rest.pop("env_params", None)
     where = "env.config.env_params"
@@ -313,8 +313,8 @@ def _take_switches(
 def _take_config_switches(config: dict[str, Any], *, where: str) -> Stepwise | None:
     """Remove the reward switches from a config and return them.
 
-    The switches are in `step_rewards`, or in a table that names them as a job does. If both exist, they must
-    be equal.
+    The switches are in the table `step_rewards`, or in `training` or `rollout`, as in a job file. If several
+    of these tables exist, their switches must be equal.
     """
     raw = config.pop(STEP_REWARDS, None)
     stepwise = read_stepwise(raw, where=f"{where}.{STEP_REWARDS}") if raw else None
@@ -355,7 +355,7 @@ def _choose_seed(body: LegacyRollout, warn: Warn) -> int:
 def _count_decisions(body: LegacyRollout, max_decisions: int, max_calls: Any, warn: Warn) -> int:
     """Return the number of decisions to play.
 
-    This is the number of pairs of an agent op and an env op in `ops`, or the smallest limit if that is less.
+    Each pair of an agent op and an env op in `ops` is one decision. The smallest limit bounds their number.
     """
     pairs = _count_pairs(body, warn)
     calls = "policy.config.max_llm_calls"

@@ -26,7 +26,7 @@ from task_app.sessions.sessions import EnvironmentSession
 
 
 def stepwise_blocks(steps: Sequence[StepData], rules: Stepwise) -> list[dict[str, Any]]:
-    """Return `info.stepwise` of each of an episode's T decisions; an empty list without decision rewards."""
+    """Return `info.stepwise` for each decision of an episode; an empty list if decision rewards are off."""
     if not rules.emits_decision_rewards:
         return []
     credits: Counter[str] = Counter()
@@ -96,7 +96,7 @@ TIMED_OUT = "partial_max_time"
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One played episode. `observations` [T + 1] are before each of the T decisions, and after the last."""
+    """One played episode. `observations` [T + 1]: one before each of the T decisions, and the final one."""
 
     steps: tuple[StepData, ...]
     observations: tuple[Observation, ...]
@@ -137,10 +137,10 @@ class Result:
 
 
 def reply(result: Result, cast: Cast, *, created_at: datetime) -> dict[str, Any]:
-    """Return the whole reply. For a new environment or policy, which has no id, it contains the run's id.
+    """Return the whole reply. The run's id stands for the id of a new environment or policy, which has none.
 
-    Instead of a reply, raise an episode's failure if it is a CriticalError, or if it came before the first
-    decision and is no EpisodeFailed.
+    If an episode failed with a CriticalError, raise this error. Also raise an error that is no EpisodeFailed
+    and ended an episode before its first decision.
     """
     plan, body, episodes = cast.plan, cast.plan.body, result.episodes
     for episode in episodes:

@@ -106,7 +106,7 @@ _MAY_BE_NULL = frozenset({"indicator_lambda", "strategy", "weights", "k_limits"}
 
 
 def read_stepwise(raw: Any, *, where: str) -> Stepwise:
-    """Read the table `step_rewards` of a config, and replace its strategy by the strategy's main name."""
+    """Read the table `step_rewards` of a config; if the strategy is an alias, replace it by its main name."""
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{where} is no object", where=where)
     given = {name: value for name, value in raw.items() if value is not None or name not in _MAY_BE_NULL}
@@ -121,7 +121,7 @@ def read_stepwise(raw: Any, *, where: str) -> Stepwise:
 
 
 def agree_on_stepwise(by_place: Mapping[str, StepRewards]) -> Stepwise:
-    """Return the reward switches, which must be equal at all paths; the route's own three get defaults."""
+    """Return the reward switches, which must be equal at all paths. `Stepwise`'s own fields get defaults."""
     return Stepwise(**agree_on_step_rewards(by_place).model_dump())
 
 
