@@ -264,8 +264,8 @@ class LiveInteraction:
 def loop_in_thread(name: str) -> asyncio.AbstractEventLoop:
     """Start an event loop in its own daemon thread; the thread ends when the loop stops.
 
-    All calls of an interaction must use the same loop, because a client session, a lock or a task is bound to
-    the loop on which the class created it.
+    All calls of an interaction must use the same loop: the interaction may have created a client session, a
+    lock or a task, which works only on the loop that created it.
     """
     loop = asyncio.new_event_loop()
 

@@ -258,7 +258,7 @@ class Planner:
         """Plan the trained branches of a finished rollout.
 
         Args:
-            snapshots: the snapshots where branches start, by the number of decisions before the snapshot.
+            snapshots: maps a number of decisions to the snapshot after them, at which branches start.
             fresh_draws: whether the environment draws random numbers that differ from the parent's. All
                 siblings of a group draw the same ones.
         """

@@ -56,11 +56,12 @@ class WeightSender:
         self._names = map("group_{}".format, count())
 
     def ready(self, expected: int, since: float) -> int:
-        """Return the number of servers to which `send` will send; 0 if, after 0.1 s, the wait is not over.
+        """Wait up to 0.1 s for servers; return the number of servers to which `send` will send, or 0.
 
-        The wait is over when `expected` servers are ready, or when some are ready and the others are late.
-        The wait began at `since`, a time of the monotonic clock. Once the first server is ready, the others
-        get as much more time as it needed, but at least a second. Servers that died or hang are not counted.
+        If the result is 0, call `ready` again. It is positive when `expected` servers are ready, or when some
+        are ready and the others are late. The wait began at `since`, a time of the monotonic clock. After the
+        first server, the others may take as long again as that server took, but at least a second. Servers that
+        died or hang are not counted.
         """
         end = time.monotonic() + _TURN_S
         while (now := time.monotonic()) < end:

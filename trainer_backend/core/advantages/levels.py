@@ -54,7 +54,7 @@ class AdditiveKeys(LevelKeys):
 
 
 class GraphKeys(AdditiveKeys, StateKeys):
-    """Keys of estimators that compute a decision's own advantage on the graph of the group's states."""
+    """Job keys of estimators that compare a decision by the graph of the states that its group visited."""
 
 
 def summed_levels(
