@@ -60,8 +60,8 @@ class WeightSender:
 
         If the result is 0, call `ready` again. It is positive when `expected` servers are ready, or when some
         are ready and the others are late. The wait began at `since`, a time of the monotonic clock. After the
-        first server, the others may take as long again as that server took, but at least a second. Servers that
-        died or hang are not counted.
+        first server, the others may take as long again as that server took, but at least a second. Servers
+        that died or hang are not counted.
         """
         end = time.monotonic() + _TURN_S
         while (now := time.monotonic()) < end:
