@@ -218,7 +218,7 @@ class BoundedConnection(HttpToolsProtocol):
             raise ValueError("too large")  # httptools then calls send_400_response
 
     def _is_idle(self) -> bool:
-        """Whether the connection waits for a request, but uvicorn's keep-alive timer does not limit the wait.
+        """Whether the connection waits for a request while uvicorn's keep-alive timer does not run.
 
         Any received data stops uvicorn's timer, even data that does not begin a request.
         """

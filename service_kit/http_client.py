@@ -214,7 +214,7 @@ class HttpClient:
         self._tls: ssl.SSLContext | None = None
 
     async def post(self, target: Target, data: bytes, *, timeout_s: float, most_bytes: int) -> HttpReply:
-        """Send a POST request with the body `data` and return the reply, also if its status is an error.
+        """Send a POST request with the body `data` and return the reply, even if its status is an error.
 
         Args:
             timeout_s: time limit until the reply is complete, including the wait until fewer than `at_most`

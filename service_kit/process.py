@@ -361,12 +361,12 @@ class Worker:
     async def serve(self, process: Process) -> bool:
         """Wait until the process is ready and return True.
 
-        Return False if the process ended before it was ready, or to let the worker end it.
+        Return False if the process ended before it was ready, or if the worker should end it.
         """
         return await process.address() is not None
 
     async def live(self, process: Process) -> None:
-        """Wait until the ready process has ended; return earlier to let the worker end the process."""
+        """Wait until the ready process has ended; return earlier if the worker should end it."""
         await process.ended()
 
     async def probe(self) -> None:

@@ -258,7 +258,7 @@ class Reply:
         self.unwelcome: Exception | None = None
 
     def again(self) -> "Reply":
-        """Return a new `Reply` for a retry of the call, for use after this reply was cut off."""
+        """Return a new `Reply` for a retry of the call, after this reply was cut off."""
         reply = Reply(self._table, self.name, self.body, self._tell)
         reply.unwelcome = self.unwelcome
         return reply

@@ -128,8 +128,8 @@ def read_settings(table: type[Table], environ: Mapping[str, str], **options: Any
     """Read the settings of the class `table` from environment variables and command-line options.
 
     An option takes precedence over an environment variable. If a setting is a list, the items of its option
-    are instead appended to the items of its variable. An empty option or variable counts as not set; only for
-    a list, an empty variable sets an empty list.
+    are instead appended to those of its variable or, if that is not set, of its default. An empty option or
+    variable counts as not set, but the empty variable of a list sets an empty list.
 
     Args:
         environ: the environment variables.

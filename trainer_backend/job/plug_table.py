@@ -1,4 +1,4 @@
-"""Tables of a job whose keys are read by plug-ins (estimators, losses ...), built-in ones or others.
+"""Tables of a job whose keys are read by built-in or other plug-ins, such as estimators and losses.
 
 If a plug-in NAME reads keys that the table TABLE does not declare, a job sets them in `[TABLE.NAME]`.
 """

@@ -466,7 +466,7 @@ def _missing(config: JobConfig) -> Iterator[str]:
 def _wrong_bounds(config: JobConfig) -> Iterator[str]:
     """Yield a sentence for each contradiction between alpha_0, min_alpha and max_alpha.
 
-    The type adaptive is also refused if alpha_0 is 0 or 1, because only one side would sample at first.
+    The type adaptive is also refused if alpha_0 is 0 or 1, because then one side would not sample at first.
     """
     table = config.rollout_allocation_schedule
     if table is None:
@@ -521,7 +521,7 @@ def _unlike_papers(config: JobConfig) -> Iterator[str]:
 
 
 def to_find(facts: object) -> bool:
-    """Return False; serves as `holds` of a rule whose `sentence` checks itself if the job breaks the rule."""
+    """Return False; the `holds` of a rule whose `sentence` finds out whether the job breaks the rule."""
     return False
 
 
