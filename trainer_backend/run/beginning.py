@@ -65,7 +65,7 @@ _FILES = {"teacher": "warmup", "prompts": "prompts"}
 
 
 class Stopped(Exception):
-    """Raised if a stop comes before anything can be saved. The message continues "stopped by SIGNAL"."""
+    """Raised if a signal stops the run before anything is saved. `run_job` prefixes "stopped by SIGNAL"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,15 @@ class ModelSetup:
     inference: InferenceTable
     learners: LearnerFactory
     fixed: FixedSetup
-    """With [cluster], only `folders` is set, because the gateways load the fixed policies."""
+    """With [cluster], only `folders` is set: the gateways load the fixed policies, this process does not."""
     rollout: RolloutTable
 
 
 def can_finish(answer_tokens: float, rollout: RolloutTable) -> bool:
-    """Return whether `rollout.max_tokens` is enough for an answer of this many tokens, stop token included.
+    """Return whether `rollout.max_tokens` is enough for an answer of this many tokens.
 
-    The stop token need not be sampled. If tool calls are forced, the prompt ends with the first token of a
-    call, or more, so this token need not be sampled either.
+    `answer_tokens` counts the stop token, but the stop token needs no place in `max_tokens`. If tool calls
+    are forced, the prompt contains the first token of the call, so this token needs no place either.
     """
     return answer_tokens - 1 - rollout.forces_call <= rollout.max_tokens
 
@@ -140,7 +140,7 @@ class Beginning:
     async def begin(self, models: Models) -> tuple[Learner, Progress]:
         """Return the learner and the progress from which RL continues.
 
-        Without a checkpoint, first play the episodes that tokenizer or warm-up need, and run the warm-up.
+        Without a checkpoint, first play the episodes for the tokenizer or the warm-up, and run the warm-up.
         """
         learner, _, progress, checkpoint = models
         if checkpoint is not None:
@@ -175,9 +175,9 @@ class Beginning:
     def _keep_stored(self) -> str | None:
         """Save rollouts that earlier starts played before RL, because this start replaces their file.
 
-        Rollouts of the Parquet file that the spool lacks are copied to the spool. If it is unknown which
-        requests these rollouts answer, the file is renamed instead. Returns a sentence for the user; None if
-        nothing was done.
+        If the spool lacks rollouts of the Parquet file, they are copied to the spool. If it is unknown which
+        requests these rollouts answer, the Parquet file is renamed and nothing is copied. Returns a sentence
+        for the user; None if nothing was done.
         """
         kind = "prompts" if self._planner.teacher is None else "teacher"
         path, spool = self._directory.rollouts_file(_FILES[kind]), self._directory.spool_file(_FILES[kind])
@@ -359,9 +359,9 @@ def _names_all(parts: Sequence[Part], path: Path) -> bool:
 def _spool_stored(
     path: Path, spool: Path, parts: Sequence[Part], requests: Sequence[RolloutRequest]
 ) -> str | None:
-    """Append to the spool those rollouts of the Parquet file `path` that it lacks, or rename the file.
+    """Append to the spool those rollouts of the Parquet file `path` that the spool lacks.
 
-    Returns a sentence for the user; None if nothing was done.
+    If `requests` do not match or the file is damaged, rename it. Returns a sentence for the user, or None.
 
     Args:
         parts: the parts of the spool.

@@ -63,19 +63,19 @@ class Saving:
         return not any(row["kind"] == "evaluation" and row["iteration"] == progress.iteration for row in rows)
 
     def due(self, iteration: int) -> bool:
-        """Return whether to save a checkpoint after this iteration, even if it only serves a resume."""
+        """Return whether to save a checkpoint after this iteration, if only because of `recovery_every`."""
         every = self._training.recovery_every
         return self._stays(iteration) or (every > 0 and iteration % every == 0)
 
     async def save(self, progress: Progress) -> None:
-        """Wait until the previous checkpoint is written; then begin to write this one, unless it exists."""
+        """Wait for the previous checkpoint. Then begin to write one for `progress`, unless it exists."""
         await self.settled()
         if not self.is_saved(progress.iteration):
             self._written = progress.iteration
             self._writing = asyncio.ensure_future(self._write_in_background(progress))
 
     async def settled(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one. Raise the error if this fails."""
+        """Wait for the checkpoint that is being written, if any. If writing it fails, raise the error."""
         if (writing := self._writing) is None:
             return
         try:
@@ -133,7 +133,7 @@ class Saving:
         return spent_s
 
     def mark_best(self) -> Mapping[int, str]:
-        """Mark the checkpoint with the best evaluation; return notes about evaluations, by iteration.
+        """Mark the checkpoint with the best evaluation; return notes of `find_best` by iteration.
 
         Each call derives the mark from metrics and folders, so the next start repairs a mark that a kill left
         wrong. If the metrics of the marked evaluation are lost, the mark stays until an evaluation is better.
@@ -159,7 +159,7 @@ class Saving:
         return read_outcomes(self.directory.rollouts_file(f"evaluation_{iteration}"))
 
     def _stays(self, iteration: int) -> bool:
-        """Return whether `keep_checkpoints` counts this checkpoint. Others are kept only for a resume."""
+        """Return False for a checkpoint that is written only because of `recovery_every`, otherwise True."""
         return iteration % self._training.checkpoint_every == 0 or self._evaluates(iteration)
 
     def _evaluates(self, iteration: int) -> bool:

@@ -2,7 +2,7 @@
 
 `curriculum/iteration_j.jsonl` has a line for each snapshot that iteration j added, and a line for each
 finished game of iteration j that began at a snapshot. The pool of iteration k is built from the files of
-iterations up to k - 1 - `max_staleness`, so a resumed run makes the same plan.
+iterations up to k - 1 - `max_staleness`. A resumed run reads the same files, so it makes the same plan.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The settings of a job's fixed policies. Without torch: with [cluster] the gateways load the policies."""
+"""The settings with which a job's fixed policies are loaded. This module does not import torch."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Keys = TypeVar("Keys", bound=EngineKeys)
 
 @dataclass(frozen=True, slots=True)
 class FixedSetup:
-    """The settings with which a job's fixed policies are loaded. Most jobs have no fixed policies."""
+    """The settings of a job's fixed policies. Most jobs have no fixed policies."""
 
     tables: tuple[RolloutOnlyTable, ...] = ()
     folders: Mapping[str, Path] = field(default_factory=dict)

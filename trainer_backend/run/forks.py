@@ -1,4 +1,4 @@
-"""Plans rollouts for training that continue from decisions of finished ones (stop 3 of docs/route.md)."""
+"""Plans forks: rollouts for training that start at decisions of finished rollouts (docs/route.md, stop 3)."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,10 @@ Forked = tuple[Rollout, tuple[int, ...]]
 async def plan_forks(
     run: Run, planner: Planner, parents: Sequence[Rollout], measured: Measured
 ) -> list[RolloutRequest]:
-    """Plan rollouts that continue from decisions that the job's fork rule chooses in the actor's rollouts.
+    """Plan rollouts that start at decisions of the actor's `parents`, chosen by the job's fork rule.
 
-    A rule that reads the parent's samples may choose a decision because chance favoured it. So that the same
-    chance does not favour its continuations, they draw new random numbers if the environment can.
+    If the rule reads what a parent sampled, it may choose a decision because of random events after it. So
+    that these events are not repeated, the continuations then draw new random numbers if the environment can.
 
     Raises:
         TaskAppError: a replayed episode differs from the stored one.

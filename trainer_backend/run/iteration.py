@@ -118,8 +118,8 @@ class Iteration:
     async def _play_on(self, batch: Batch) -> Batch | None:
         """Collect branches: rollouts that start at decisions of a round. Return None if a stop came first.
 
-        Branches measure these decisions, or training uses them. The round is stored first, so that an error
-        does not lose it.
+        The branches measure the decisions or, as forks, are trained on. The round is stored first, so that
+        an error does not lose it.
         """
         requests = self._planner.branches(batch.rollouts)  # none unless the estimator needs them
         if requests or self._planner.fork_rule is not None:
@@ -150,10 +150,10 @@ class Iteration:
         return forks
 
     def reject(self, error: TrainerError, *, goes_on: bool = True) -> bool:
-        """Remove the rollouts that caused the error; return whether this run plans them once more.
+        """Remove the rollouts that caused the error; return whether this run requests them once more.
 
-        They are written to the file of rejected rollouts, and deleted from the spool, so that a resumed run
-        requests them again.
+        The rollouts are written to the file of rejected rollouts. They are deleted from the spool, so a
+        resumed run requests them again.
 
         Args:
             goes_on: whether the run can continue with other rollouts after this error.
@@ -227,7 +227,7 @@ class Iteration:
         )
 
     async def _next_round(self) -> Batch | None:
-        """Wait for the first round, or request rollouts that replace rejected rollouts or flat groups."""
+        """Collect the first round, or rollouts that replace rejected rollouts or flat groups."""
         if self._first is not None:
             first, self._first = self._first, None
             return await first

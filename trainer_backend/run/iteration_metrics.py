@@ -97,7 +97,7 @@ class IterationResult:
 
     batch: Batch
     branches: Batch
-    """Rollouts that continue from decisions of rollouts in `batch`, to measure them or for training."""
+    """Rollouts that start at decisions of `batch`. They measure the decisions or are trained on."""
     credited: Credited
     start: Moment
     """The moment at which the first rollouts were requested."""
@@ -116,8 +116,8 @@ def iteration_metrics(
 ) -> dict[str, Any]:
     """Compute the metrics of an iteration. Speed and inference are measured from `since` to `now`.
 
-    Metrics of skill cover only the actor's rollouts that did not begin at a snapshot, and are absent if there
-    are none (`run.curriculum` reports on those that did). Metrics of time and failures cover all rollouts.
+    Metrics of skill cover only those rollouts of the actor that did not begin at a snapshot. If there are no
+    such rollouts, these metrics are absent. Metrics of time and failures cover all rollouts.
     """
     batch = result.batch
     collect_s = sum(span.seconds for span in result.collect_spans)

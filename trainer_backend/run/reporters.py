@@ -77,12 +77,12 @@ class RecordingReporter:
         return self._state.starts - 1
 
     def runs_as(self, run_id: str) -> None:
-        """Record the run id of this start. Call it after trying to abort the previous start's rollouts."""
+        """Record this start's run id. Call it only after the rollouts of `left_behind` have been aborted."""
         with self._lock:
             self._change(run_id=run_id)
 
     def starts_again(self) -> None:
-        """Record another start by this process. It counts as a resume; `left_behind` gets the old run id."""
+        """Record that this process starts the run again, and keep the old run id in `left_behind`."""
         with self._lock:
             self.left_behind = self._state.run_id
             starts = self._state.starts + 1

@@ -76,7 +76,7 @@ def word_evaluation(row: Row) -> str:
 
 
 def word_episodes(row: Row) -> str:
-    """Return the number of worlds, as text to append to an evaluation's result."""
+    """Return `count_worlds` with a comma before it, to append to an evaluation's result."""
     return f", {count_worlds(row)}"
 
 

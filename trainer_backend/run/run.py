@@ -53,7 +53,7 @@ class Run:
         return LossCheck(directory.task_app_log, most, self.reporter.say, directory.append_last_stage)
 
     def planner_of_iteration(self, number: int) -> Planner:
-        """Return the planner of an iteration. Schedule and starts may depend on earlier iterations."""
+        """Return the planner of an iteration. Its schedule and snapshots may depend on earlier iterations."""
         planner, allocation = self.planner, self.planner.allocation
         if allocation.looks_back:
             planner = replace(planner, allocation=allocation.after(self.directory.metrics()))
@@ -80,8 +80,8 @@ class Run:
     ) -> Spool | None:
         """Open the spool of an iteration that begins now; None if no later start could use its rollouts.
 
-        If `max_staleness` is 0, a later start needs a checkpoint of these weights to use them. If it is
-        larger, such a checkpoint may yet be saved while the iteration waits for its update.
+        A later start can use the rollouts only if there is a checkpoint of the weights that sampled them. If
+        `max_staleness` is above 0, it may still be saved while the iteration waits for its update.
         """
         staleness, newest = self.planner.table.max_staleness, progress.policy_version
         if not staleness and not self.saving.will_be_saved(progress.iteration):

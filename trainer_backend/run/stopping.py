@@ -1,4 +1,4 @@
-"""Graceful stops: Ctrl-C, SIGTERM and SIGHUP set an event. `until` and others end work when it is set."""
+"""Graceful stops: Ctrl-C, SIGTERM and SIGHUP set an event, and functions end other work when it is set."""
 
 import asyncio
 import os

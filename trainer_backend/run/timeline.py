@@ -71,8 +71,8 @@ class Timeline:
     def working(self, lane: Lane) -> Iterator[Span]:
         """Count the lane as working until the context is left.
 
-        If earlier work of the same lane ends during this work, the span begins at that end, because this work
-        had to wait for it.
+        If earlier work of the same lane ends while this work runs, the span begins only when the earlier work
+        ends, because this work had to wait for it.
         """
         span = Span(self._count())
         self._running[lane] += 1

@@ -40,7 +40,7 @@ def find_warnings(
 
 
 def nothing_to_learn(rows: Sequence[Mapping[str, Any]], *, compares_siblings: bool) -> str | None:
-    """Return a warning if the last iterations had no signal: at the second in a row, and at every 25th.
+    """Return a warning if exactly the last 2, 25, 50, 75 ... iterations had no learning signal.
 
     An iteration has no signal if the advantages of all groups are 0. A critic's advantages are never exactly
     0, so with a critic, an iteration in which no decision earned a reward has no signal either.
@@ -73,7 +73,7 @@ def loses_calls(row: Mapping[str, Any]) -> bool:
 def warn_of_lost_calls(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning if most decisions are refused, although few were in some earlier iteration.
 
-    It is returned at the first such iteration, and then at every 25th further one in a row.
+    If further iterations follow with most decisions refused, the warning is repeated at every 25th of them.
     """
     count = _count_last(rows, loses_calls)
     before = [row for row in rows[: len(rows) - count] if _REFUSED in row]
@@ -100,7 +100,7 @@ def steps_too_far(row: Mapping[str, Any]) -> bool:
 def warn_of_far_steps(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning if `target_kl` ended each of the last three iterations after one optimizer step.
 
-    If further iterations end in this way, return it again at every 25th of them.
+    If further iterations end in this way, the warning is repeated at every 25th of them.
     """
     count = _count_last(rows, steps_too_far)
     if count < _FAR_STEPS or (count - _FAR_STEPS) % _TOLD_AGAIN:
@@ -120,7 +120,7 @@ def leaps(row: Mapping[str, Any]) -> bool:
 def warn_of_leap(rows: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning if the last iteration moved the policy much too far.
 
-    If further iterations do so too, return it again at every 25th of them.
+    If further such iterations follow, the warning is repeated at every 25th of them.
     """
     count, last = _count_last(rows, leaps), rows[-1]
     if not count or (count - 1) % _TOLD_AGAIN:

@@ -112,7 +112,7 @@ def link_best(checkpoints: Path) -> None:
 def prune_checkpoints(checkpoints: Path, keep: int, *, stays: Callable[[int], bool]) -> None:
     """Delete checkpoints except the newest, the best, iteration_0 (the start of RL), and the last `keep`.
 
-    `stays(iteration)` returns whether a checkpoint counts for `keep`. Others were written only for a resume.
+    The last `keep` are counted among the checkpoints for whose iteration `stays` returns True.
     """
     folders = _folders(checkpoints)
     rest = [folder for folder in folders if stays(read_iteration(folder))][-keep:]

@@ -54,7 +54,7 @@ class DataRecord:
         return replace(self, rows=tuple(rows), earlier=earlier)
 
     def find_replaced(self, iteration: int) -> set[str]:
-        """Return the ids of training rows that an iteration may have played before they changed or went."""
+        """Return the ids of training rows, since changed or removed, that an iteration may have played."""
         return {item.row.id for item in self.earlier if iteration <= item.until}
 
     @property
@@ -156,7 +156,7 @@ def find_other_rows(first: DataRecord, other: DataRecord) -> set[str]:
 
 
 def describe_mismatch(first: DataRecord, other: DataRecord) -> list[str]:
-    """List the reasons why results on held-out rows of two runs cannot be compared, or only unfairly."""
+    """List reasons why comparing results of two runs on held-out rows would be impossible or unfair."""
     ids = [{row.id for row in _on_side("held-out", record.rows)} for record in (first, other)]
     differ, shared = find_other_rows(first, other), ids[0] & ids[1]
     cannot = first.by_position != other.by_position and not shared - differ

@@ -31,7 +31,7 @@ class Digests:
         self._flushes: list[Future[None]] = []
 
     def take(self) -> None:
-        """Start to compute digests of all files that are new since the last call. All must be complete."""
+        """Start to compute digests of files that are new since the last call. They must be complete."""
         for path in sorted(self._folder.rglob("*")):
             name = path.relative_to(self._folder).as_posix()
             if path.is_file() and name not in self._pieces:

@@ -1,4 +1,4 @@
-"""RUN/fixed_policies.json: the fixed policies that sampled for a run; a resume refuses changed ones."""
+"""RUN/fixed_policies.json records a run's fixed policies. A run with changed ones cannot be resumed."""
 
 import fcntl
 import json
@@ -25,7 +25,7 @@ class FixedWeights:
 class RemoteModel:
     """A fixed policy at a remote server: its model name and its URL. Only the name decides equality.
 
-    The weights are unknown. The URL has no query. If it changed, a resumed run reports that and continues.
+    Its weights are unknown. `url` has no query. A resumed run reports a changed URL and continues.
     """
 
     model: str

@@ -79,7 +79,7 @@ class RunDirectory:
         return self.path / f"vllm_{number}.log"
 
     def rejected_file(self, stage: str) -> Path:
-        """Return the path of the file with the rollouts of a stage that credit or update rejected."""
+        """Return the path of the file with a stage's rejected rollouts, which training cannot use."""
         return self.rollouts / f"{stage}.rejected.jsonl"
 
     def rollouts_file(self, name: str) -> Path:
@@ -154,7 +154,7 @@ class RunDirectory:
         append_line(self.metrics_file, row, durable=True)
 
     def append_last_stage(self, row: dict[str, Any]) -> None:
-        """Append the metrics row of a stage that ends the run. A resumed run drops the row."""
+        """Append the metrics row of a stage that ended the run. A resume removes the row."""
         self.append_metrics({"kind": _ENDED_RUN, **row})
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -206,8 +206,8 @@ class RunDirectory:
     def remove_if_unused(self, *, with_log: bool) -> bool:
         """Delete the folder if it contains only files that every start writes; return whether it is gone.
 
-        A log of a child process may explain a failure. So if one has content, the folder is kept, unless
-        `with_log` is true.
+        The log of a child process may explain a failure. So a folder with a log that is not empty is deleted
+        only if `with_log` is true.
         """
         if not all(self._is_unused(path, with_log=with_log) for path in self.path.iterdir()):
             return False

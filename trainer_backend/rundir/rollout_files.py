@@ -63,9 +63,9 @@ class Credit:
     """The credit that training assigned to the decisions of one episode; each list is [T].
 
     rewards_T: r_t.
-    advantages_T: the advantages of the update; if they differ by token, the decision's means.
-    returns_T: G_t, the discounted sum of r from t on; with a critic, the critic's target at the decision (at
-        its first token, if targets are by token); empty if not computed.
+    advantages_T: the advantages of the update. If advantages differ by token: their mean over each decision.
+    returns_T: G_t, the discounted sum of r from t on. With a critic: its training target for the decision, or
+        for the decision's first token if targets are by token. Empty if not computed.
     estimator: `algorithm.advantage`.
     parts: the terms of the advantages, by the names of `core.advantages.derivation.PARTS`.
     state_keys_T: keys of the states, if the estimator compared decisions by state; otherwise empty.
@@ -106,7 +106,7 @@ def write_rollouts(
     credits: Sequence[Credit] | None = None,
     scored: Mapping[str, ScoredTokens] = MappingProxyType({}),
 ) -> None:
-    """Write all rollouts of a stage, failed ones included, and flush them, since task apps then delete them.
+    """Write all rollouts of a stage, failed ones included, and flush them before task apps delete theirs.
 
     `scored` contains, by rollout id, the log-probs of tokens under the policy and the reference policy.
     """
@@ -197,7 +197,7 @@ def rollout_ids(path: Path) -> list[str]:
 
 
 def read_decisions(path: Path, rollout_id: str) -> list[dict[str, Any]]:
-    """Return the columns of each decision of a rollout, and `estimator` in each; empty if it failed."""
+    """Return the columns and the estimator of each decision; an empty list if the rollout failed."""
     with _read_errors(path):
         columns = [name for name in ("decisions", "estimator") if name in pq.read_schema(path).names]
         table = _read_row(path, rollout_id, columns)

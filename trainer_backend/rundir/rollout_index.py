@@ -40,7 +40,7 @@ class RolloutFile:
     """0 for a stage without iterations."""
     size: int
     modified_ns: int
-    """When the file was last written, in nanoseconds since 1970. This or `size` changes with a rewrite."""
+    """Time of the last write, in nanoseconds since 1970. A rewrite changes `modified_ns` or `size`."""
 
 
 def rollout_files(run: Path) -> list[RolloutFile]:
@@ -81,7 +81,7 @@ def read_credits(path: Path, places: Collection[int] | None = None) -> list[list
     """Return, for each rollout, the credit of its decisions.
 
     Args:
-        places: numbers of the file's rows to read, which are returned in ascending order; None: all rows.
+        places: the numbers of the rows to read, from 0. Rows are returned in ascending order. None: all rows.
     """
     with _opened(path) as file:
         names = [file.schema.column(number).path for number in range(len(file.schema))]
@@ -98,7 +98,7 @@ def read_credits(path: Path, places: Collection[int] | None = None) -> list[list
 def _row_groups(
     file: pq.ParquetFile, places: Sequence[int], columns: Sequence[str]
 ) -> Iterator[tuple[pa.Table, list[int]]]:
-    """Yield each row group that contains some rows `places` of the file, and these rows' numbers in it."""
+    """Yield each row group that contains rows of `places`, and the numbers of these rows within the group."""
     begin = 0
     for group in range(file.num_row_groups):
         end = begin + file.metadata.row_group(group).num_rows

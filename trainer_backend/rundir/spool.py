@@ -1,9 +1,9 @@
 """The spool: a file to which a stage's finished rollouts are appended, so that they survive a kill.
 
-    rollouts/iteration_n.spool.jsonl     a header, then one rollout per line; again for each changed plan
+    rollouts/iteration_n.spool.jsonl     one or more parts: a header, then one rollout per line
 
-The header identifies the requests and the weights. After a kill, the next start reuses the rollouts whose
-requests and weights equal its own. The others stay in the spool for a later start with the same requests.
+A header identifies the requests and the policy version. After a kill, the next start reuses the rollouts that
+answer its requests and have a version that it may use. Other rollouts stay for a later start.
 Failed rollouts are not stored, so they are requested again.
 """
 
@@ -38,8 +38,8 @@ class Part(NamedTuple):
     """A header of a spool, and the rollouts below it."""
 
     header: Mapping[str, Any]
-    """`requests` (digests of the stage's first requests by plan id) and `policy_version`. Spools of an
-    earlier version have `plan` instead of `requests`: one digest of all these requests."""
+    """`requests` (digests of the stage's first requests by plan id) and `policy_version`. A spool of an
+    earlier version of Turnwise has, instead of `requests`, `plan`: one digest of all these requests."""
     rollouts: list[Rollout]
 
     def answers(self, header: Mapping[str, Any]) -> list[Rollout]:
@@ -230,7 +230,7 @@ def tidy_spools(
 
     Args:
         policy_version: the version of the checkpoint's weights. If it is given, spools of all later training
-            iterations stay, and the spools that stay lose the rollouts that later versions sampled.
+            iterations stay too, but rollouts that newer versions sampled are moved out of the spools.
     """
     for path in sorted(folder.glob(f"*_*{SPOOL_ENDING}")):
         stage, number = read_stage(path)
@@ -317,7 +317,7 @@ def _replace_ids(rollout: Rollout, request: RolloutRequest) -> Rollout:
 
 
 def _drop_later_versions(path: Path, newest: int, tell: Callable[[str], None]) -> None:
-    """Move rollouts of versions above `newest` to another file, since new weights will get these versions."""
+    """Move rollouts of versions above `newest` to another file. New weights will get the same versions."""
     parts = _read_parts(path)
     rest = _filter(parts, lambda one: _newest_version(one) > newest)
     if _count(rest):

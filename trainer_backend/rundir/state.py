@@ -60,14 +60,14 @@ class RunState:
     done: int = 0
     total: int = 0
     code: str = ""
-    """After a failure, the code of the error; otherwise empty, like `detail`."""
+    """The code of the error that ended the run; empty if there was none."""
     detail: str = ""
     since: str = ""
     """When `state` last changed; UTC, ISO 8601."""
     starts: int = 1
     """How often the run was started or resumed, this start included."""
     run_id: str = ""
-    """Identifies this start at task apps. Before its first request, the id of the previous start, if any."""
+    """Identifies this start at task apps. Until this start sends requests, the id of the previous start."""
     processes: tuple[ProcessRecord, ...] = ()
     """The reported processes of this start, in the order of their first report."""
     notes: tuple[str, ...] = ()
@@ -112,7 +112,7 @@ def _encodable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_place(state: RunState | None) -> str:
-    """Return the end of a sentence: at which stage or iteration a run broke off; empty if unknown."""
+    """Return text that names the last stage or iteration, to append to a sentence; empty if unknown."""
     if state is None or state.state in FINAL:
         return ""
     if state.stage:

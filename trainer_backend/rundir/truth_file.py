@@ -1,4 +1,4 @@
-"""The file that `turnwise truth` writes: a line with the settings, then one for each measured decision."""
+"""The file of `turnwise truth`: a line of settings, then a line per decision with its true advantage."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +46,7 @@ class TruthSetting(BaseModel):
     continuations: int
     """Pairs of continuations for each decision."""
     horizon: int | None
-    """Largest number of decisions in a continuation; None: they play to the end."""
+    """Largest number of decisions in a continuation; None if continuations play to the end."""
     fresh_draws: bool
     """Whether the environment draws new random numbers for each pair of continuations; if not, it draws those
     of the stored episode."""

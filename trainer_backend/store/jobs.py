@@ -101,7 +101,7 @@ def find(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[Job]:
-    """Return a page of at most `limit` jobs, newest first; `cursor` is that of the previous page.
+    """Return a page of at most `limit` jobs, newest first, after the page that returned `cursor`.
 
     A filter (`states`, `home`, `origin`, `ended_since`) that is empty or None excludes no job.
     """
@@ -254,7 +254,7 @@ def state_of_run(status: RunStatus) -> tuple[JobState, str | None, str | None]:
 
 
 def refuse_unended(job: Job) -> None:
-    """Raise JobConflict if a job is neither ended nor paused, because it then must not be deleted."""
+    """Raise JobConflict unless a job has ended or is paused, because other jobs must not be deleted."""
     if job.state not in (*ENDED, "paused"):
         raise JobConflict(f"job {job.id} is {job.state}; cancel it first, then delete it")
 

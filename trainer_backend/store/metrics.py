@@ -74,7 +74,7 @@ class _Kind:
     curves: dict[str, Points] = field(default_factory=dict)
 
     def add(self, iteration: int, row: Row) -> bool:
-        """Append a row's numbers to the curves. If `iteration` is not above `last`, only return False."""
+        """Append a row's numbers to the curves and return True, or return False if `iteration` <= `last`."""
         if self.last is not None and iteration <= self.last:
             return False
         self.last = iteration
@@ -163,7 +163,7 @@ class MetricsFile:
         return parse_object(bytes(self._data[begin:end])) or {}
 
     def next_mark(self, mark: Mark) -> Mark:
-        """Return the mark of the file's current state, with row numbers that continue the stored `mark`."""
+        """Return the file's current mark. Its row numbers continue those of the stored `mark`."""
         same = mark.size <= self.size and mark.digest == self._digest(mark.size)
         base = mark.base if same else mark.base + mark.rows
         return Mark(self.size, self._digest(self.size), base, len(self._spans))
@@ -257,7 +257,7 @@ _SPARK_POINTS = 60
 
 
 def summarise(file: MetricsFile) -> dict[str, Any]:
-    """Return the values of those columns of a job that depend on its metrics, except `finished`."""
+    """Return the fields of a `Job` that come from its metrics, except `finished`, by name."""
     held_out = file.last_numbers("evaluation", (_EVALUATION, f"{_EVALUATION}_low", f"{_EVALUATION}_high"))
     spark = None
     if ("iteration", _OUTCOME) in file.curves:

@@ -1,4 +1,4 @@
-"""Reads the metrics of runs for pages and the API. A query finds the run directories; files have the rows.
+"""Reads the metrics of runs for pages and the API: the store knows the run directories, files have the rows.
 
 reads_rollouts.py reads rollouts and decisions.
 """
@@ -43,7 +43,7 @@ def _look(
 ) -> dict[str, Found]:
     """Call `look` for the metrics of each run; return the results by job id, in the order of `job_ids`.
 
-    `look` receives the file and its `Mark.base`, to which the row numbers of the file are added.
+    `look` receives the file of metrics and its current `Mark.base`.
     """
     of_metrics = and_(SYNCED_FILES.c.job == JOBS.c.number, SYNCED_FILES.c.name == METRICS_FILE)
     query = select(JOBS.c.id, JOBS.c.run_dir, *MARK).outerjoin(SYNCED_FILES, of_metrics)

@@ -59,7 +59,7 @@ def rollouts(
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[RolloutRow]:
-    """Return a page of a run's rollouts; `cursor` is that of the previous page (see `sort_page`)."""
+    """Return a page of a run's rollouts, after the page that returned `cursor` (see `sort_page`)."""
     column = "number" if sort == "newest" else sort
     with store.read() as connection:
         query = _selected().where(*_conditions(job_number(connection, job_id), where))
@@ -159,7 +159,7 @@ def facets(store: Store, job_id: str) -> dict[str, Any]:
 
 
 def rollout(store: Store, job_id: str, rollout_id: str) -> RolloutRow:
-    """Return the rollout with this id, or the only one whose id ends in `/` and this text (`train/3/0/1`)."""
+    """Return the rollout with this id, or else the only rollout whose id ends in `/` and this text."""
     with store.read() as connection:
         mine = _selected().where(ROLLOUTS.c.job == job_number(connection, job_id))
         rows = connection.execute(mine.where(ROLLOUTS.c.rollout_id == rollout_id)).all()

@@ -47,7 +47,7 @@ class Progress(Body):
 
 
 class JobView(Body):
-    """A job. `attempt` is the number of processes that have been started for it so far.
+    """A job as the API shows it. `attempt` counts the processes that have been started for it so far.
 
     `wanted` is what was last requested: to run, pause or cancel the job. `code` and `detail` say why the job
     failed, was stopped, or is being restarted.
@@ -169,7 +169,7 @@ class RolloutRow:
 
 @dataclass(frozen=True, slots=True)
 class AnchorRow:
-    """A decision that a rollout of the group made in the requested state."""
+    """A decision that a rollout of a group made in a given state; see `reads_rollouts.anchors`."""
 
     rollout_id: str
     sibling: int

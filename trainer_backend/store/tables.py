@@ -87,7 +87,7 @@ _TYPES: Mapping[Any, Any] = {int: Integer, float: Double, str: AnyText, datetime
 
 
 def _columns(row: type, *, without: str, **options: Mapping[str, Any]) -> Iterator[Column[Any]]:
-    """Yield a column for each field of the class `row` except `without`, with the `options` of its name."""
+    """Yield a column for each field of the class `row` except `without`. `options` has arguments by field."""
     for name, hint in get_type_hints(row).items():
         if name == without or name.startswith("_") or get_origin(hint) is ClassVar:
             continue

@@ -111,9 +111,9 @@ def _agents(trajectory: Trajectory) -> list[list[StepData]]:
 def _embed(main: Json, others: Sequence[Json], stories: Sequence["_Story"], ends: Sequence[StepData]) -> None:
     """Add the other agents' documents to the main document, and refer to each from a tool result.
 
-    A tool result refers to an agent's document if it equals the agent's last answer (from `ends`) and first
-    occurs in a prompt after that answer; so no two documents refer to each other. A result that no prompt
-    shows can refer to a document only if it is in the main document.
+    The tool result must equal the agent's last answer (from `ends`), and a later prompt must be the first to
+    show it. So no two documents refer to each other. A tool result that no prompt shows is used only if it is
+    in the main document.
     """
     main["subagent_trajectories"] = list(others)
     for number, document in enumerate(others, start=1):
@@ -263,7 +263,7 @@ class _Story:
     def _tell(self, messages: Sequence[Message], *, goes_on: bool) -> None:
         """Add the new messages of a prompt. Messages up to the last assistant message count as context.
 
-        `goes_on`: the prompt continues the previous one, so a leading assistant message is the last decision.
+        If `goes_on`, an assistant message at the beginning of `messages` is the last decision, already added.
         """
         roles = [message.role for message in messages]
         if goes_on and self.last_answer and roles[:1] == ["assistant"]:

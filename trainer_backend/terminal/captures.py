@@ -1,4 +1,4 @@
-"""`turnwise import` stores saved captures as a run, whose rollouts are read and credited, but not trained."""
+"""`turnwise import` stores saved captures as a run that can be read and credited, but not trained."""
 
 import os
 from collections import Counter

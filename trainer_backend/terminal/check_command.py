@@ -55,7 +55,7 @@ def whole_job(job: JobConfig) -> list[MarkedLine]:
 def _without_defaults(document: Mapping[str, Any], others: Container[str]) -> dict[str, Any]:
     """Return the document with only those keys and optional tables whose dotted names are in `others`.
 
-    A table without such a key is left out, unless it is in a list of tables.
+    A table of which no key is left is left out too, unless `others` names it or it is in a list of tables.
     """
     rest: dict[str, Any] = {}
     for name, table in document.items():
@@ -72,7 +72,7 @@ def _without_defaults(document: Mapping[str, Any], others: Container[str]) -> di
 
 
 def _texts(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the TOML of each table. Each item of a list of tables has a `[[header]]`, even a short one."""
+    """Yield the TOML of each table. Lists of tables are written with `[[header]]`, never inline."""
     for name, tables in document.items():
         if isinstance(tables, list):
             for table in tables:

@@ -59,7 +59,7 @@ def read_config(name: str) -> Values:
 
 
 def environment_job(env: str) -> EnvironmentJob:
-    """Return a new job's values for an environment: those for its name, for its prefix, or for a plug-in."""
+    """Return a new job's values for an environment, found by its name, by its prefix, or as a plug-in."""
     prefix, colon, _ = env.partition(":")
     return JOBS.get(env) or JOBS.get(prefix + colon) or _plugin_job(env)
 
@@ -145,8 +145,8 @@ JOBS: Mapping[str, EnvironmentJob] = {
 def _plugin_job(env: str) -> EnvironmentJob:
     """Return values for an environment of an installed package, which is rewarded by achievement.
 
-    The warm-up imitates the policy `{env}_teacher`, which packages of `turnwise new env` contain, or else a
-    random policy. If the environment has no achievements, `turnwise check` warns that there are no rewards.
+    The warm-up imitates the policy `{env}_teacher` if it is installed, otherwise a random policy. Packages of
+    `turnwise new env` contain a teacher. Without achievements, `turnwise check` warns of missing rewards.
     """
     teacher = f"{env}_teacher"
     if teacher not in find_entry_points("turnwise.policies").names:

@@ -76,7 +76,7 @@ class ExportResult:
     skipped: Counter[str]
     """Number of excluded episodes by cause."""
     unit: str = "rows"
-    """The name of what `rows` counts, "rows" or "files", for the printed result."""
+    """What `rows` counts: "rows" or "files". The printed result contains this word."""
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} {cause}" for cause, count in self.skipped.most_common())

@@ -102,7 +102,7 @@ _EVENTS: dict[str, type[StrictReply]] = {
 
 
 class Event(NamedTuple):
-    """An event of a stream. `identity` is its id, after which a new request can continue, or None."""
+    """An event of a stream. `identity` is its id, which `JobsClient.events` takes as `after`, or None."""
 
     name: str
     data: dict[str, Any]

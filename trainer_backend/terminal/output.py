@@ -34,7 +34,7 @@ class TextConsole(Console):
 
 
 class LiteralHelp(TyperGroup):
-    """A command line's root, whose help is shown literally, since typer would read `[data]` as markup."""
+    """A group of commands whose help is shown literally, because typer would read `[data]` as markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -2,8 +2,8 @@
 
 A row is a prompt of the model with its answer, as chat `messages`. Decisions share a row while each prompt
 continues the previous prompt and its answer. Any other prompt begins a new row: every prompt in Crafter, and
-a conversation's prompt after a context edit. An assistant message has `weight` 1 if it is to be learned. It
-has 0 if it is learned in another row, or not worth imitating. Fine-tuning services read this key.
+a conversation's prompt after a context edit. An assistant message has `weight` 1 if it is to be learned, and
+0 if it is learned in another row or not worth imitating. Fine-tuning services read this key.
 
 Source: names of the row, synth_task_app.md section 5.3b; `weight`, OpenAI's chat format for fine-tuning.
 """

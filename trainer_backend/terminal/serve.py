@@ -26,7 +26,7 @@ def what_to_serve(folder: Path, job_path: Path | None, overrides: Sequence[str])
     """Return the job and the model folder that the arguments of the command describe.
 
     `folder` is a run (whose best checkpoint is served), a checkpoint, or a model folder. Without `job_path`,
-    the job is that of the run, or for a model folder one with default values.
+    the run's job is used, or for a model folder a job with default values.
     """
     run = find_run(folder)
     if job_path is not None or run is not None:

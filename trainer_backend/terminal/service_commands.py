@@ -1,4 +1,4 @@
-"""Commands of services: `serve`, and the commands of `task_app.__main__` and `trainer_commands`."""
+"""The commands `serve` and `task-app`, and the commands of `trainer_commands`."""
 
 import os
 import sys

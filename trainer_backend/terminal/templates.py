@@ -101,7 +101,7 @@ def _refuse_unknown_environment(env: str) -> None:
 
 
 def _named(env: str) -> Values:
-    """Return the environment's name and the job's name, which is made from it, as values of a job."""
+    """Return values of a job: the environment's name, and a name for the job that is made from it."""
     # gymnasium:ID and mcp:URL have characters that are not allowed in a run's name.
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", env) if ":" in env else env
     return {"job": {"name": name}, "rollout": {"env_name": env}}
