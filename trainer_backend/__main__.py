@@ -472,8 +472,8 @@ def evaluate_policy(
 def main() -> None:
     """Run the command line. Print an error of the project's own classes as one sentence, without traceback.
 
-    The exit code is then 2 if the error's status is below 500 (a mistake of the user), otherwise 1. It is
-    also 2 if a package of the extra `trainer` is missing.
+    After such an error, the exit code is 2 if the error's status is below 500 (a mistake of the user), and
+    otherwise 1. If a package of the extra `trainer` is missing, the exit code is 2.
     """
     atexit.register(gc.freeze)  # else the garbage collector searches torch's objects at exit, for a second
     try:

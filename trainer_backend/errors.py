@@ -22,11 +22,11 @@ RETRY_S = 5
 class TrainerError(ServiceError, code="trainer_error", title="Trainer error"):
     """Base class of the trainer's errors.
 
-    With a status below 500, a restart of the run would raise the error again, whatever the value of `recurs`.
+    A status below 500 means that a restart of the run would fail again, even if `recurs` is false.
     """
 
     rollout_ids: tuple[str, ...] = ()
-    """Ids of the rollouts that caused the error, if there are several. `where` names a single rollout."""
+    """Ids of the rollouts that caused the error; empty if `where` names a single rollout, or none did."""
     carries: ClassVar[Mapping[str, Any]] = {"rollout_ids": tuple[str, ...]}
 
 
@@ -147,7 +147,7 @@ class ContextLengthExceeded(BadChatRequest, code=CONTEXT_LENGTH_EXCEEDED, title=
 
 
 class UnknownModel(BadChatRequest, code="model_not_found", status=404, title="Unknown model"):
-    """No policy that is served here has the name that the request gives as `model`."""
+    """A request's `model` is not the name of a policy that is served here."""
 
 
 class InferenceUnauthorized(InferenceError, code="invalid_api_key", status=401, title="Missing or wrong key"):
@@ -195,7 +195,7 @@ class RemoteRefused(
 ):
     """The remote server of a fixed policy refused a request, or its answer is invalid.
 
-    The status is 424, so that clients do not repeat the request. The caller made no mistake.
+    The status is 424, because clients would repeat the request after a 5xx, and the caller made no mistake.
     """
 
 

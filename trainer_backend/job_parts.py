@@ -1,4 +1,4 @@
-"""Makes the parts of a run, an evaluation or a check.
+"""Makes what a run, an evaluation or a check consists of, such as planner, task apps and gateways.
 
 Each part receives only those tables of the job that it reads; `tests/house/test_imports.py` lists the few
 modules that may use a whole `JobConfig`. Functions here import torch only where they need it, because the
@@ -74,10 +74,10 @@ async def launcher(job: JobConfig, run_id: str, say: Callable[[str], None]) -> A
 def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
     """Read the rows that a job's [data] names.
 
-    Return None if the job has no [data], because its environment then makes worlds from seeds.
+    Return None if the job has no [data]. The environment of such a job makes worlds from seeds.
 
     Args:
-        by_position: see `read_split`.
+        by_position: make missing ids from the positions of rows, as old runs did; see `read_split`.
 
     Raises:
         JobError: the job names a file of interactions (simulated users), but no row uses an interaction.
@@ -106,7 +106,7 @@ def data(job: JobConfig, *, by_position: bool = False) -> DataSet | None:
 
 
 def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, DataRecord | None]:
-    """Read a job's rows with the ids that they have in `run`; return them and the run's record of rows."""
+    """Return a job's rows, with the ids by which `run` knows them, and the run's record of rows."""
     record = read_record(run)
     # This version writes the record before the first rollout. So a run with rollouts but without a record is
     # old, and its rows have their positions as ids.
@@ -117,7 +117,7 @@ def data_of_run(job: JobConfig, run: RunDirectory) -> tuple[DataSet | None, Data
 def planner(
     job: JobConfig, run_id: str, actor: Inference | None = None, data: DataSet | None = None
 ) -> Planner:
-    """Make the planner of rollouts; `actor` may be None only if no policy in the plan is a language model."""
+    """Make the planner of rollouts. `actor` may be None only if no rollout needs a language model."""
     fixed, seed = job.fixed_policies, job.job.seed
     if (job.data is None) != (data is None):
         raise ValueError("a plan needs the rows of [data], where the job has that table, and there alone")
@@ -138,7 +138,7 @@ def planner(
 
 
 def trial_planner(job: JobConfig, run_id: str, data: DataSet | None = None) -> Planner:
-    """Make the planner for trying a job at a task app. No gateway is called, so its port may be unknown."""
+    """Make the planner for trials of a job at a task app. Trials use no gateway, so no port need be known."""
     host, port = job.services.gateway_host, job.services.gateway_port or _ANY_PORT
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     model, table = name_model(job.job.name, ACTOR), job.inference
@@ -188,8 +188,8 @@ def gateways(
 ) -> Iterator[ActorGateways]:
     """Make the gateways of a run, and reserve their ports. With [cluster], each gateway is a child process.
 
-    Such a child process loads its own copies of the fixed policies. `tell` receives a line when a server that
-    samples for the actor is lost, and when that server is back.
+    Each child process loads its own copies of the fixed policies. `tell` receives a line when an inference
+    server of the actor is lost, and when this server is back.
     """
     broadcasts = job.weights_by_broadcast
     with ExitStack() as stack:
@@ -230,7 +230,7 @@ async def by_checkpoint(
 def learner_process(
     job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher = LOCAL
 ) -> LearnerProcess:
-    """Make the handle of a learner in a process of its own, to which the whole job is sent."""
+    """Make the handle of a learner in a process of its own. The process receives the whole job."""
     return LearnerProcess(
         dump_job(job),
         job.learner,

@@ -125,8 +125,8 @@ def loss(
 
     Args:
         keys: class of the job keys that the function reads. A key that `[training]` defines is read from
-            `[training]`; any other key is read from `[training.NAME]`. A loss whose class has no keys is
-            treated as a loss that does not keep probability ratios near 1.
+            `[training]`; any other key is read from `[training.NAME]`. A loss without keys counts as a loss
+            that does not keep probability ratios near 1.
         values: defaults of job keys, by dotted key. Values that the job sets take precedence.
 
     Raises:
@@ -155,10 +155,10 @@ def aggregation(
         keys: class of the job keys that the function reads; it receives an instance as its second argument. A
             key that `[training]` defines is read from `[training]`; any other key from `[training.NAME]`.
             None: the function receives only the segments.
-        over: the segments that the function receives, and the sum of its weights. "step": the segments of an
-            optimizer step; the weights sum to 1. "iteration": all segments of an iteration; the weights sum
-            to 1. "plan": the segments of an optimizer step; the weights may have any sum, because they are
-            divided by the number of planned tokens.
+        over: the segments that the function receives, and the sum of the weights that it returns. "step":
+            the segments of an optimizer step; sum 1. "iteration": all segments of an iteration; sum 1.
+            "plan": the segments of an optimizer step; any sum, because the trainer divides the weights by the
+            number of planned tokens.
 
     Raises:
         SettingsError: `over` has another value.
@@ -295,12 +295,12 @@ def _refuse_numbers(
 
 
 def _place(name: str, episode: EpisodeRewards, turn: int | None = None) -> str:
-    """Return the place of an estimator's error. The estimator comes first, so that no rollout is rejected."""
+    """Return an error's place. It does not begin with the rollout, so that the rollout is not rejected."""
     return f"the estimator {name!r}, {place(episode.rollout_id, turn)}"
 
 
 def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
-    """Return the loss `compute` with padded tokens masked in its arguments, and its result checked."""
+    """Return a loss that masks padded tokens, calls `compute`, and checks the result."""
 
     # The types are torch.Tensor. They are not imported, because the orchestrator imports this file too.
     def compute_checked(logprobs: Any, proximal: Any, advantages: Any, weights: Any, keys: Any) -> Any:
@@ -331,7 +331,7 @@ def _scalar(name: str, compute: PolicyLoss) -> PolicyLoss:
 def _with_weights_checked(
     name: str, compute: Callable[..., Any], weights: Aggregation, over: WeighedOver
 ) -> Aggregation:
-    """Return the aggregation `weights` with its result checked. Errors name file and line of `compute`."""
+    """Return an aggregation that calls `weights` and checks the result. Errors name the line of `compute`."""
     where = f"the aggregation {name!r} ({describe_line(compute)})"
 
     def weigh_checked(segments: Sequence[Segment], keys: Any) -> list[NDArray[Any]]:

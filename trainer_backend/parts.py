@@ -27,7 +27,7 @@ class CreditedEpisode:
     """An episode with its advantages, ready for an update."""
 
     rollout_id: str
-    """The id that errors about the episode contain."""
+    """Id of the episode's rollout, for errors."""
     segments: Sequence[Segment]
     """The episode's token sequences (core.segments)."""
     advantages: OfEpisode
@@ -77,8 +77,8 @@ class Learner(Protocol):
     def values(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, OfEpisode]:
         """Return the critic's values of each episode by rollout id.
 
-        There is one value per decision, or per sampled token if the estimator needs that. If a value is not
-        finite, AdvantageError is raised, which names the rollout, turn and token.
+        There is one value per decision, or per sampled token if the job's estimator needs values of tokens.
+        If a value is not finite, AdvantageError is raised, which names the rollout, turn and token.
         """
 
     def score(self, episodes: Mapping[str, Sequence[Segment]]) -> dict[str, ScoredTokens]:
@@ -93,8 +93,8 @@ class Learner(Protocol):
         """Score the episodes, run the policy updates of one iteration, and return metrics of the iteration.
 
         Args:
-            policy_version: version of the weights before the update, if older weights may have sampled some
-                of the actor's tokens. None: the weights before the update sampled all of the actor's tokens.
+            policy_version: version of the weights before the update, so that tokens of older weights are
+                recognised. None: the weights before the update sampled all of the actor's tokens.
 
         Raises NonFiniteLoss before a non-finite value reaches the weights.
         """
@@ -145,7 +145,7 @@ class LearnerFactory(Protocol):
     """Makes the learner of a run, in this process or in a separate one. Its methods block."""
 
     def fixed_folders(self, checkpoint: Path | None) -> Mapping[str, Path]:
-        """Check the fixed policies; return the model folders of those without a remote server, by name.
+        """Check the fixed policies; return the model folders, by name, of policies without a remote server.
 
         Args:
             checkpoint: the checkpoint from which the run continues; None: the run begins.
@@ -168,7 +168,7 @@ class LearnerFactory(Protocol):
         """
 
     def fresh(self, prompts: Sequence[Trajectory], tokenizer_folder: Path | None) -> Learner:
-        """Make a learner that starts from the job's model. The arguments matter only for a preset.
+        """Make a learner that starts from the job's model. Only presets need the arguments, for a tokenizer.
 
         Args:
             prompts: episodes whose texts train the tokenizer of the preset.

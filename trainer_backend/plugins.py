@@ -172,7 +172,7 @@ def reads(board: str) -> dict[str, frozenset[str]]:
 
 
 def not_read(board: str, name: str) -> dict[str, list[str]]:
-    """Return each key that other plugs of the board read but plug `name` does not, with their names."""
+    """Return each key that plug `name` does not read, with the names of the board's plugs that read it."""
     readers = reads(board)
     others = frozenset[str]().union(*readers.values()) - readers[name]
     return {key: [other for other, keys in readers.items() if key in keys] for key in sorted(others)}

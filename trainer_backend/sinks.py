@@ -42,7 +42,7 @@ class TrackioKeys(Table):
 
 
 class SinksTable(Table):
-    """[sinks]"""
+    """[sinks]: the services and files that receive a run's metrics."""
 
     tensorboard: bool = False
     """event files in RUN/tensorboard; needs `pip install 'turnwise[tensorboard]'`"""
@@ -97,9 +97,9 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a row of metrics.jsonl by tag, the name of the curve that a sink draws.
 
     The tag is the name of the metric. An entry of a table such as eval/success_rates has the tag NAME/KEY.
-    Tags of an evaluation begin with `eval/`, and tags of other rows with the kind of the row, unless the kind
-    is `iteration`. So rollout/finished of an evaluation is another curve than rollout/finished of an
-    iteration. Lists, texts and times of day are left out.
+    In a row of an evaluation, all tags begin with `eval/`, so that rollout/finished of an evaluation is
+    another curve than rollout/finished of an iteration. Tags of warm-up rows begin with `warmup/`, and so on.
+    Lists, texts and times of day are left out.
     """
     kind = row["kind"]
     tags: dict[str, float] = {}
@@ -156,7 +156,7 @@ class Wandb:
 
 
 class Trackio:
-    """Sends rows to a new Trackio run. The Trackio run of an earlier start is deleted in the local folder."""
+    """Sends rows to a new Trackio run; deletes the Trackio run of an earlier start from the local folder."""
 
     def __init__(self, keys: TrackioKeys, run: SinkRun) -> None:
         import trackio
@@ -192,7 +192,7 @@ _TRACKIO_RUN_ID = "turnwise_run_id"
 
 
 class TensorBoard:
-    """Writes all rows to a new event file. It makes TensorBoard drop the data of the run's earlier files."""
+    """Writes all rows to a new event file, and makes TensorBoard ignore the run's earlier event files."""
 
     def __init__(self, asked: Literal[True], run: SinkRun) -> None:
         # The job asked for it; a missing package was reported before.

@@ -131,7 +131,7 @@ async def restart_on_loss(
 async def learner_factory(
     job: JobConfig, directory: RunDirectory, reporter: Reporter, launcher: Launcher
 ) -> AsyncIterator[LearnerFactory]:
-    """Yield the factory of the run's learner, which runs in this process, or with [cluster] in another."""
+    """Yield the factory of the run's learner. With [cluster], the learner runs in a process of its own."""
     if job.cluster is None:
         # Import torch only here, because with [cluster] only the learner's process needs it.
         collects, is_first = gc.isenabled(), _WITH_TORCH not in sys.modules
@@ -216,8 +216,8 @@ async def _run(
 async def _try(job: JobConfig, planner: Planner, apps: TaskApps, stop: Stop, *, from_scratch: bool) -> bool:
     """Check the job at the task apps; return whether snapshots of its environment are reseeded.
 
-    They are reseeded, so that copies of a snapshot draw different random numbers, if the job's curriculum or
-    fork rule needs that and the environment supports it.
+    A curriculum and some fork rules need copies of a snapshot that draw different random numbers. For them,
+    snapshots are reseeded if the environment supports it.
     """
     preset = job.model.preset is not None
     await until(stop, try_job(planner, apps, from_scratch=from_scratch, preset=preset))
@@ -248,10 +248,10 @@ def _set_up_models(job: JobConfig, learners: LearnerFactory, fixed: FixedSetup) 
 
 
 def _replaced_job(job: JobConfig, directory: RunDirectory) -> Callable[[], None]:
-    """Store the job in the run directory, where `resume`, `report` and `eval` read it.
+    """Store the job in the run directory, and return a function that stores it again.
 
-    Returns a function that stores the job (again); call it once all policies are served. With [cluster] and
-    fixed policies, only this function stores the job, because gateways may still refuse the fixed policies.
+    With [cluster] and fixed policies, gateways may still refuse a policy, so the job is not stored at once.
+    The caller calls the returned function when all policies are served.
     """
     replace_job = partial(directory.replace_job, job)
     if job.cluster is None or not job.fixed_policies:
@@ -268,7 +268,7 @@ async def _checked_servers(job: JobConfig) -> list[str]:
 
 
 def _refuse_damage(job: JobConfig, checkpoints: Path) -> None:
-    """Raise an error if the newest checkpoint is damaged, or if a needed iteration_0 (start of RL) is."""
+    """Raise an error if the newest checkpoint is damaged, or iteration_0 (start of RL) where it is needed."""
     newest = newest_folder(checkpoints)
     if newest is None:
         return
@@ -290,7 +290,7 @@ def report_task_app(reporter: Reporter) -> Show:
 
 
 def describe_switches(table: TrainingTable, algorithm: AlgorithmTable) -> str:
-    """Describe the reward mode and its flags in one line, as source 1 (docs/sources.md) requires at start."""
+    """Describe the job's reward mode in one line, which "Source 1" in docs/sources.md requires at start."""
     return (
         f"step_rewards_enabled={str(table.step_rewards_enabled).lower()} "
         f"step_rewards_mode={table.step_rewards_mode} event_rewards_kind={table.event_rewards_kind} "

@@ -1,4 +1,4 @@
-"""The main loop of a training run. Numbers in comments are the stops of docs/route.md.
+"""The main loop of a training run. Numbers in comments refer to the numbered stops in docs/route.md.
 
 This file does not import torch: the learner and the inference server are protocols (`parts`).
 """
@@ -39,8 +39,8 @@ async def train(
 ) -> Progress:
     """Run iterations until the job is done or `stop` is set; return the progress at the end.
 
-    A stop ends the collection of rollouts and the publication of weights. An update is finished first. So the
-    saved state is always the state at the end of an iteration, even after an error in rollouts or an update.
+    A stop interrupts the collection of rollouts and the publication of weights, but not an update. The saved
+    state is always the state at the end of an iteration, even after an error in rollouts or an update.
 
     Args:
         served: called once the policy in training and the fixed policies are served.
@@ -89,9 +89,9 @@ class Ahead:
     """Begins to collect iterations while the learner works on earlier ones.
 
     Rollouts are requested for the next iteration, and for up to `max_staleness` iterations after it.
-    Iteration k can begin when the weights after iteration k - 1 - max_staleness are served. So the weights
-    that sample a token are at most `max_staleness` iterations older than the weights before its update. The
-    learner trains the iterations in order, each with exactly the rollouts of its plan.
+    Iteration k can begin when the weights after iteration k - 1 - max_staleness are served. So a token of
+    iteration k is sampled by weights that are at most `max_staleness` iterations older than the weights
+    before update k. The learner trains the iterations in order, each with exactly its planned rollouts.
 
     Source: DESIGN.md section 8.
     """
@@ -225,7 +225,7 @@ async def _keep_starts(run: Run, iteration: int, result: IterationResult) -> dic
 def _staleness(run: Run, progress: Progress, result: IterationResult) -> dict[str, float]:
     """Return metrics of the staleness of the iteration's tokens, in policy versions.
 
-    Raises SamplerMismatch if the staleness of a token exceeds a `max_staleness` above 0.
+    Raises SamplerMismatch if `max_staleness` is above 0, and the staleness of a token exceeds it.
     """
     after_forks = result.branches.rollouts if run.credit.algorithm.train_branches else ()
     own = run.credit.policies.by_actor([*result.batch.rollouts, *after_forks])

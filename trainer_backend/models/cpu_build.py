@@ -19,10 +19,10 @@ if platform.machine().lower() in ("x86_64", "amd64"):
 
 
 def built_library(compiler: str, *, openmp: bool) -> Path:
-    """Return the path of the library for this source, compiler and processor; compile it if not cached.
+    """Return the path of the kernels' library for this compiler and processor. Compile it if not cached.
 
     Raises:
-        OSError: neither cache folder nor temporary folder can be written.
+        OSError: neither the cache folder nor a temporary folder can be written.
         subprocess.SubprocessError: the compiler fails.
     """
     flags = [*_FLAGS, "-fopenmp"] if openmp else _FLAGS
@@ -62,7 +62,7 @@ def _build(compiler: str, flags: list[str], source: bytes, path: Path) -> None:
 
 
 def _describe_processor() -> str:
-    """Describe the processor's instruction sets; different machines may share one cache folder."""
+    """Describe the processor's instruction sets, because different machines may share one cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 """CPU kernels for the operations of a decoder, in float32, built by the machine's compiler.
 
-    product     x w' of few tokens, from the weight's own memory, without a repacked copy
+    product     x w' for few tokens; reads the weight in place, without a repacked copy
     rms_norm    x / sqrt(mean(x^2) + eps) * weight                                  rows [T, W]
     rotary      optional norm of each head, and rotation of its halves by position  heads [T, S, D]
     swiglu      silu(gate) * up                                                     rows [T, M]
@@ -116,7 +116,7 @@ class Depths:
 
 
 class CpuKernels:
-    """Calls the compiled library, with float32 data. `models.kernels` describes functions that it has too."""
+    """The compiled kernels, for float32 tensors. See `models.kernels` for methods without a docstring."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
@@ -234,7 +234,8 @@ class CpuKernels:
     ) -> None:
         """Write keys and values of tokens to a cache [rows, heads, columns, D], with one sequence per row.
 
-        `heads_TK` has row * heads + head for each token and head, `columns_T` the column of each token.
+        `columns_T` contains the column of each token. `heads_TK` contains row * heads + head for each token
+        and head, where row is the row of the token's sequence.
         """
         keys, values = cache
         tokens, heads, size = k_TKD.shape
@@ -247,7 +248,7 @@ class CpuKernels:
     def path_forward(
         self, depths: Depths, q_NHD: Tensor, k_LHD: Tensor, v_LHD: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return attention output [N, H, D] and log-sum-exp [N, H]. Keys and values must be equally wide."""
+        """Return output [N, H, D] and log-sum-exp [N, H] of the queries. Keys must be as wide as values."""
         q, k, v = map(_by_token, (q_NHD, k_LHD, v_LHD))
         out_NHD, lse_NH = q.new_empty(q.shape), q.new_empty(q.shape[:2])
         row = depths.row(q, k, v, scale)
@@ -331,7 +332,7 @@ def _by_token(tokens: Tensor) -> Tensor:
 
 
 def _parts(keys: Tensor, threads: int) -> int:
-    """Return the number of parts into which tokens are divided; 1 if heads divide evenly among threads."""
+    """Return into how many parts to divide the tokens; 1 if the heads alone occupy all threads equally."""
     return 1 if keys.shape[1] % threads == 0 else threads
 
 
@@ -341,7 +342,7 @@ def _refuse_shortage(done: int, what: str = "attention's buffers") -> None:
 
 
 def kernels_for(device: torch.device, *, in_float32: bool, head_dim: int) -> CpuKernels | None:
-    """Return the CPU kernels if they can compute the model; None for other devices, dtypes or wider heads."""
+    """Return the CPU kernels; None if they cannot be built, or do not support device, dtype or head size."""
     fits = device.type == "cpu" and in_float32 and head_dim <= _WIDEST_HEAD
     return cpu_kernels() if fits else None
 

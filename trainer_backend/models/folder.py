@@ -40,10 +40,7 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def load_model_folder(
     path: str | Path, *, dtype: torch.dtype = torch.float32
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Load the model (in evaluation mode) and the tokenizer of a folder.
-
-    The weights are converted to `dtype`.
-    """
+    """Load the model (in evaluation mode) and the tokenizer of a folder; convert the weights to `dtype`."""
     folder = Path(path)
     refuse_incomplete(folder)
     refuse_untrainable(folder)
@@ -73,7 +70,7 @@ def load_model_folder(
 
 
 def folder_config(folder: Path) -> Any:
-    """Read the config of a folder's model, or of its adapters' base model; weight files must exist."""
+    """Read the config of a folder's model, or of the base model of its adapters. Weight files must exist."""
     refuse_incomplete(folder)
     return config_alone(folder)
 
@@ -156,7 +153,7 @@ def _save_tokenizer(path: str | Path, tokenizer: PreTrainedTokenizerFast | None)
 
 
 def _refuse_other_weights(loading: Mapping[str, Any], kept: Collection[str], folder: Path) -> None:
-    """Raise if weights are missing, which would stay random, or unknown, which would be ignored."""
+    """Raise if weights are missing (they would stay random) or unknown (they would be ignored)."""
     known = {*kept, *map(text_name, kept)}
     for what, meaning in (("missing", "would be random"), ("unexpected", "would be left out")):
         names: Collection[str] = set(loading[f"{what}_keys"]) - known
@@ -225,8 +222,8 @@ def fingerprint(model: nn.Module) -> str:
 def drop_rows_beyond(model: PreTrainedModel, rows: int) -> int:
     """Cut the model's embedding and head to the first `rows` ids; return the number of dropped ids.
 
-    Large models of a family often pad their vocabulary further than small ones. A smaller model cannot score
-    the additional padding ids, which no tokenizer uses. After the cut they are never sampled.
+    A large model often has more padding ids than a small model of its family. If the large model sampled
+    such an id, the small model could not score it.
     """
     beyond = max(embedding_rows(model) - rows, 0)
     if beyond:

@@ -79,7 +79,7 @@ def _norm_back(
 
 @triton.jit
 def _halves(HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr):
-    """Return a program's heads, offsets in half a head, their mask, offsets in a token, and their mask."""
+    """Return a program's heads, offsets in half a head and their mask, offsets in a token and their mask."""
     h = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, HALF)
     in_half = d < DIM // 2
@@ -288,7 +288,7 @@ def rms_norm_backward(
     """Return the gradients of `rms_norm` with respect to states, `added_TW` (in dtype `added`) and weight.
 
     `by_sums_TW` is the gradient that reaches the sums from their other uses, or None if there are none. The
-    gradient of `added_TW` is None if `added` is None, and that of the weight is None unless `weighs` is true.
+    gradient of `added_TW` is None if `added` is None, and the weight's gradient is None if `weighs` is false.
     """
     rows, width = sums_TW.shape
     by_states_TW = torch.empty_like(sums_TW)
@@ -319,9 +319,9 @@ def rotary(
 
     Args:
         heads_TSD: the heads of a token are contiguous; tokens may have any stride.
-        weights: two norm weights, float32 [D]: for the first `queries` heads, and for the others, the keys.
+        weights: the norm weights, float32 [D], of the first `queries` heads and of the other heads (keys).
         cos_LD: float32 table with a row for each position; both halves of a row have the same angles.
-        sin_LD: the same for the sine. Only second halves are read, so the first may be negated.
+        sin_LD: the same for the sine. Only a row's second half is read, so the first half may be negated.
         positions_T: token t uses row `positions_T[t]` of the tables, or row t if None.
     """
     tokens, heads, dim = heads_TSD.shape
@@ -351,7 +351,7 @@ def rotary_backward(
 
     Return the gradient of the norm's weight, or None if there is no weight or `weighs` is false. All heads
     share the weight, and token t uses row t of the tables. The heads of a token are contiguous in
-    `by_heads_TSD` and in `heads_TSD`; the latter is read only if there is a weight.
+    `by_heads_TSD` and `heads_TSD`. If there is no weight, `heads_TSD` is not read.
     """
     tokens, heads, dim = heads_TSD.shape
     groups = triton.cdiv(heads, _HEADS)

@@ -90,7 +90,7 @@ def layer_kinds(config: PreTrainedConfig) -> list[str]:
 
 
 def missing_kernels(config: PreTrainedConfig, is_here: Callable[[str], bool]) -> list[str]:
-    """Return the packages with fast kernels for the model's stateful layers that are not installed.
+    """Return the packages that are not installed, but have fast kernels for the model's stateful layers.
 
     `is_here` returns whether a Python module is installed.
     """
@@ -109,7 +109,7 @@ def module_is_here(name: str) -> bool:
 
 
 def refuse_rotations_by_length(config: PreTrainedConfig, *, longest: int) -> None:
-    """Raise ModelFolderError if rotary embeddings change with sequence length, up to `longest` tokens.
+    """Raise ModelFolderError if rotary embeddings differ among sequence lengths of up to `longest` tokens.
 
     With such embeddings, a long sequence would change the results of all sequences in its batch.
     """

@@ -183,5 +183,5 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _is_a_name(name: str) -> bool:
-    """Return whether a name can be that of a file directly in a folder, without a path."""
+    """Return whether a name is a plain file name, without a folder."""
     return name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -132,7 +132,7 @@ def remember_origin(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _is_kept(model: PreTrainedModel, name: str, is_wrapper: bool) -> bool:
-    """Return whether a stored tensor is not part of the text model, or is ignored by the model's class."""
+    """Return whether to keep a stored tensor that the text model does not have, or that its class ignores."""
     own = text_name(name)
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     if any(re.search(pattern, one) for pattern in patterns for one in (name, own)):
@@ -197,7 +197,7 @@ def quiet_library() -> Iterator[None]:
 
 
 def refuse_joined(model: PreTrainedModel) -> None:
-    """Raise ModelFolderError if the folder joins several of the model's tensors to one.
+    """Raise ModelFolderError if the model's folder stores several of its tensors as a single tensor.
 
     Weights are sent tensor by tensor, so a joined tensor could not be sent.
     """

@@ -1,10 +1,10 @@
-"""Computes attention on a CPU in parts: over keys that queries share, and over other keys. Joins the results.
+"""Computes attention on a CPU separately over keys that queries share and over other keys, and joins both.
 
-Let o_i be the output of part i, and l_i the log-sum-exp of its scores. Over all keys, they are
+Let o_i be the output of part i, and l_i the log-sum-exp of its scores. Over all keys, the two are
 
     l = log sum_i exp(l_i)      o = sum_i exp(l_i - l) o_i
 
-If the backward pass of a part uses o and l instead of o_i and l_i, it gives the exact gradient of o.
+The backward pass of each part is exact if it receives o and l instead of o_i and l_i.
 
 Source: Dao, FlashAttention-2, arXiv:2307.08691 (forward and backward by blocks); Liu et al., Ring Attention,
 arXiv:2310.01889 (separate blocks, then joined).
@@ -62,7 +62,7 @@ def heads_first(tokens: Tensor) -> Tensor:
 
 
 def folded(tokens: Tensor, kv_heads: int) -> Tensor:
-    """Reshape [n, H, D] to [1, H_kv, n * H / H_kv, D]: heads that share a key head become more queries."""
+    """Reshape [n, H, D] to [1, H_kv, n * H / H_kv, D]: heads with the same key head become one head."""
     times = tokens.shape[1] // kv_heads
     if times == 1:
         return heads_first(tokens)
@@ -93,7 +93,7 @@ def attended(
 
 
 def attended_under(mask_B1NL: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute `attended` with a mask that is added to the scores. `gradients` supports no such mask."""
+    """Compute `attended` with a mask that is added to the scores. There is no backward pass for it."""
     out, lse = _FORWARD(q, k, v, 0.0, False, attn_mask=mask_B1NL, scale=scale)
     return out, lse if _lse_is_by_head() else lse.transpose(1, 2)
 

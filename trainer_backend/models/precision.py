@@ -2,14 +2,14 @@
 
 With a low precision (bfloat16 on CUDA), numbers are rounded to it or kept in float32 as follows:
 
-    matrix products         rounded factors, float32 sums: by autocast, or with rounded weights
+    matrix products         rounded factors, float32 sums
     embeddings              rounded when they are looked up
     residual stream, norms  float32
     keys and values         rounded once, after rotation
     logits                  rounded factors, float32 sums
 
-Training keeps matrices in float32 and rounds them for every product; serving keeps rounded matrices. Both
-therefore give the same results. Without a low precision, everything is float32.
+Training keeps matrices in float32, and autocast rounds them for every product. Serving keeps rounded
+matrices. Both therefore give the same results. Without a low precision, everything is float32.
 """
 
 from collections.abc import Mapping

@@ -59,8 +59,8 @@ class Routers:
     def choosing(self, choose: Choose, *, alone: bool = False) -> Iterator[None]:
         """Let `choose` select the experts inside the context.
 
-        `choose` receives the index of the router and a choice [T, k]. This is the router's own choice if
-        `alone`. Otherwise, it is the router's choice after outer `choosing` contexts have replaced it.
+        `choose` receives the index of a router and the router's choice [T, k], and returns the new choice. If
+        `choosing` contexts are nested, outer ones replace the router's choice first, unless `alone` is true.
         """
         hooks = []
         try:
@@ -112,8 +112,8 @@ def recorded_routers(model: PreTrainedModel, *, wanted: bool | None) -> Routers 
     """Return the routers of `model` if the engine should record their choices, and None if it should not.
 
     Args:
-        wanted: the job's setting. None: record if the precision is below float32 and the model allows it. In
-            float32, sampler and learner choose the same experts.
+        wanted: the job's setting. None: record if the model allows it, but not in float32, because sampler
+            and learner choose the same experts in float32.
 
     Raises:
         ModelFolderError: `wanted` is True, but the choices cannot be recorded.

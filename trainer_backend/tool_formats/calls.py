@@ -44,8 +44,8 @@ class ToolFormat:
     """Strings by which a chat template is recognised: a template that contains one of them has this format,
     unless it contains a marker of an earlier format in `plugins.TOOL_FORMATS`."""
     openers: tuple[str, ...] = ("",)
-    """Strings with which a call begins. A streamed reply is held back from the first opener on; with "", the
-    whole reply is held back."""
+    """Strings with which a call begins. In a stream, text from the first opener on is held back until the
+    reply ends. If "" is an opener, the whole reply is held back."""
     arguments_start: str = r"(?=\{)"
     """Regular expression, searched after the tool's name. The arguments begin at the end of the match."""
     ends: tuple[str, ...] = ()
@@ -57,15 +57,15 @@ class ToolFormat:
 
 
 def unreadable(text: str, number: int, error: Exception) -> ParsedReply:
-    """Return a reply with the whole text as content, and an error: call `number` (from 1) cannot be read."""
+    """Return a reply with `text` as content, whose error says that call `number` (from 1) cannot be read."""
     return ParsedReply(text, error=f"tool call {number} cannot be read: {error}")
 
 
 def read_json(text: str, start: int = 0) -> tuple[object, int]:
     """Parse the JSON value at `start`, skipping white space; return the value and the position after it.
 
-    Raises ValueError if the text is not JSON (NaN and Infinity are not), and RecursionError if the value is
-    nested too deeply.
+    Raises ValueError if the text is not JSON (NaN and Infinity are not JSON), and RecursionError if the value
+    is nested too deeply.
     """
     try:
         return _DECODER.raw_decode(text, skip_space(text, start))
@@ -97,7 +97,7 @@ def expect(text: str, start: int, *tokens: str) -> int:
 
 
 def read_until(text: str, start: int, closing: str) -> tuple[str, int]:
-    """Return the text before `closing`, and the position after it. Raises ValueError if it is missing."""
+    """Return the text before `closing`, and the position after it. ValueError if `closing` is missing."""
     end = text.find(closing, start)
     if end < 0:
         raise ValueError(f"{closing} is missing")

@@ -27,8 +27,8 @@ def parse_harmony(text: str, tools: Tools) -> ParsedReply:
 
     A second call is an error, because the chat template drops all calls of a message except the first.
 
-    If a message cannot be read, `content` is the content before that message, followed by all unread text.
-    Special tokens of the format are removed from it, because the chat template refuses them in the content.
+    If a message cannot be read, `content` is the content before that message, followed by the unread text
+    without the format's special tokens, because the chat template refuses special tokens in the content.
 
     If there is a call, the chat template accepts either reasoning or content. So if there is also reasoning,
     the content is appended to the reasoning, and `content` is empty.

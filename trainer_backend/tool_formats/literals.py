@@ -55,7 +55,7 @@ class LiteralReader:
         self._has_escapes = quotes == _PYTHON_QUOTES
 
     def take(self, token: str) -> bool:
-        """If `token` comes next, after any white space, skip both; return whether it came next."""
+        """Skip white space and `token` and return True, or return False if `token` does not come next."""
         start = skip_space(self.text, self.position)
         is_next = self.text.startswith(token, start)
         self.position = start + len(token) if is_next else self.position

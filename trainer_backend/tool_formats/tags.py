@@ -50,7 +50,7 @@ MISTRAL_THINK = ReasoningMarks("[THINK]", "[/THINK]")
 def split_reasoning(content: str, template: str) -> tuple[str, str]:
     """Return the reasoning at the beginning of a message's content ("" if there is none), and the rest.
 
-    Only marks whose end mark occurs in the chat template `template` are searched.
+    Reasoning is recognised by its marks, but only by marks whose end mark the chat template contains.
     """
     for marks in (THINK, MISTRAL_THINK):
         before, end, rest = content.partition(marks.end)
@@ -67,8 +67,8 @@ def parse_marked(
     Args:
         opening: the mark with which a call begins.
         read: reads the calls after an opening mark, including the closing mark.
-        reasoning: the marks around reasoning. Calls are searched only after it. Reasoning is part of the
-            content unless `reasoning.is_apart`.
+        reasoning: the marks around reasoning. Text in the reasoning is never read as a call. Reasoning is
+            part of the content unless `reasoning.is_apart`.
     """
     marks = reasoning
     if text.lstrip().startswith(marks.start):

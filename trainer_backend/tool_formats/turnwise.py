@@ -24,7 +24,7 @@ CALL = "<|call|>"
 
 @dataclass(frozen=True, slots=True)
 class ShortForm:
-    """The tool and the argument that a call in the short form sets. The call itself names neither."""
+    """The tool and the argument of all calls in the short form, which contain only the argument's value."""
 
     tool: str
     argument: str
