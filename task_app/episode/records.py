@@ -102,7 +102,7 @@ def mark_end(
     """Return the last step of an episode, marked as `terminated` by the task or as `truncated` by a limit.
 
     If the environment ended the episode, `environment_truncated` says whether a limit was the reason. If the
-    next prompt was too long, `penalty` becomes a reward part of the step.
+    next prompt was too long, `penalty` is added to the rewards of the step.
     """
     if reason is StopReason.CONTEXT_LENGTH:
         step = step.model_copy(update={"reward_parts": (*step.reward_parts, *_penalties(penalty))})

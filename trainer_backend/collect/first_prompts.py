@@ -95,9 +95,9 @@ class FirstPrompts:
     def report(
         self, find_long: FindLong, tell: Callable[[int, int], None] = lambda done, total: None
     ) -> list[str]:
-        """Count the tokens of all first prompts, and return a line of text about the rows that do not fit.
+        """Count the tokens of all first prompts, and return lines of text about the rows that do not fit.
 
-        Training rows and held-out rows have a line each; it is omitted if all of these rows fit.
+        There is at most one line about training rows and one about held-out rows.
 
         Args:
             find_long: finds, in a list of prompts, those that have more than a given number of tokens.

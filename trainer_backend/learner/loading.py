@@ -161,9 +161,9 @@ def folder_to_serve(model: PreTrainedModel, folder: Path, placement: Placement) 
 
 
 def new_weights(folder: Path, placement: Placement) -> WeightSource:
-    """Return what a model made by `folder_to_serve` must load to get the weights of a later `folder`.
+    """Return the weights that a served model loads in order to become the model in `folder`.
 
-    If the model holds adapters separately, these are the new adapters. Otherwise it is the folder itself.
+    A model with separate adapters loads only the adapters in the folder; any other model loads the folder.
     """
     has_adapters = placement.low is not None and (folder / FOLDER).is_dir()
     return read_adapter(folder / FOLDER) if has_adapters else folder

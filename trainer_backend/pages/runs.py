@@ -150,7 +150,7 @@ def compare(run: list[str] = Chosen) -> Response:
 
 @router.get("/compare/numbers", response_class=HTMLResponse)
 def numbers(request: Request, run: list[str] = Chosen) -> Response:
-    """Show the numbers of the chosen runs side by side."""
+    """Show the metrics of the chosen runs side by side."""
     dashboard = get_dashboard(request)
     values = compare_numbers(dashboard.store, run)
     return page("numbers", now=dashboard.clock(), **values, **frame(request, "runs"))
