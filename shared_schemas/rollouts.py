@@ -137,7 +137,7 @@ TerminationTarget = Literal["raw", "text"]
 
 
 class CostKeys(Body):
-    """Settings that change the rewards of costly decisions. Captured agents (docs/captures.md) cannot use them."""
+    """Settings that change the rewards of costly decisions. Captured agents (docs/captures.md) have none."""
 
     invalid_action_penalty: Penalty = Field(
         default=0.0, description="reward of each refused decision, added to what it earns"
