@@ -30,7 +30,7 @@ def decide(facts: Facts, *, max_actions: int) -> Actions:
 
 
 def decide_with_memory(facts: Facts, *, max_actions: int) -> Actions:
-    """Apply the rules to nearby things, otherwise to all known things; if no rule applies, explore."""
+    """Apply the rules to nearby things only; if no rule applies, decide with all known things."""
     near = {kind: walk for kind, walk in facts.walks.items() if walk.cells <= NEAR_CELLS}
     actions = purpose(replace(facts, walks=near), max_actions=max_actions)
     return actions or decide(facts, max_actions=max_actions)
@@ -75,9 +75,9 @@ def _go_and(facts: Facts, kind: str, then: Actions) -> Actions | None:
 
 
 def _gather(facts: Facts, kind: str, count: int) -> Actions | None:
-    """Collect up to `count` things, at most two: the thing in front, then the nearest other one.
+    """Collect the thing in front and, if `count` is larger than 1, the nearest other thing of the kind.
 
-    The things must be of a kind that vanishes when it is collected.
+    If no such thing is in front, collect the nearest one. The kind must vanish when it is collected.
     """
     if count <= 0:
         return None
@@ -201,7 +201,7 @@ def set_up_furnace(facts: Facts, limit: int) -> Actions | None:
 def sleep_early(facts: Facts, limit: int) -> Actions | None:
     """Sleep if energy is low and no zombie is known.
 
-    By day, until `wake_up` is unlocked, energy is low below its maximum of 9; otherwise below `LOW`.
+    Energy is low if it is below `LOW`. By day, until `wake_up` is unlocked, any value below 9 is low.
     """
     is_tired = _count(facts, "energy") < (9 if _todo(facts, "wake_up") and not facts.dark else LOW)
     return ["sleep"] * limit if is_tired and "zombie" not in facts.walks else None
@@ -255,7 +255,7 @@ def stone(facts: Facts, limit: int) -> Actions | None:
 
 
 def ore(facts: Facts, limit: int) -> Actions | None:
-    """Gather a diamond, else iron, else coal, as far as the pickaxes allow and tools need them."""
+    """Gather the first of diamond, iron and coal that is needed, known, and minable with the pickaxes."""
     goals = (
         ("diamond", "iron_pickaxe", 1),
         ("iron", "stone_pickaxe", 1 + (not _count(facts, "iron_pickaxe"))),

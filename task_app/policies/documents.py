@@ -64,7 +64,7 @@ class ToolResult:
 
 
 class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
-    """Calls tools to delete results without the answer and to read the next chunk, both in one message."""
+    """Reads a document chunk by chunk; each message deletes earlier results and reads the next chunk."""
 
     name = "documents_teacher"
     config_type = DocumentsTeacherConfig
@@ -96,10 +96,10 @@ class DocumentsTeacher(ByChance[DocumentsTeacherConfig]):
 
 
 def deletable(results: Sequence[ToolResult], fact: str) -> list[int]:
-    """Return the ids of the tool results to delete, and of the messages that contain only their calls.
+    """Return the ids of messages to delete: tool results, and calling messages whose results are all deleted.
 
-    The answer has not been read yet. The last chunk is kept if `fact` may begin at the end of the chunk; all
-    other results are deleted.
+    No result contains the answer, so all are deleted. Only the last chunk is kept if `fact` may begin at the
+    end of this chunk.
     """
     chunks = [result for result in results if result.chunk]
     words = re.split(r"[.\n]", chunks[-1].chunk)[-1].strip() if chunks else ""

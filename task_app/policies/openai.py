@@ -74,7 +74,7 @@ class Endpoint:
         self._target: Target | None = None
 
     def without_rollout(self, path: str | None = None) -> "Endpoint":
-        """Return a copy that does not send the rollout's header; `path`, if given, replaces `CHAT_PATH`."""
+        """Return a copy without the header that names the rollout; `path`, if given, replaces `CHAT_PATH`."""
         other = copy(self)
         other._headers = {name: value for name, value in self._headers.items() if name != ROLLOUT_HEADER}
         other._url = self._url.replace(CHAT_PATH, path, 1) if path else self._url
@@ -227,9 +227,9 @@ class OpenAIAgentPolicy:
     def call_options(self) -> frozenset[str]:
         """Return the names of an agent's options that the policy passes to the server.
 
-        While exact tokens are recorded, the server must not sample under a grammar. Our gateway then gets
-        only `tool_choice`, because it forces a call by the prompt alone; a server like vLLM gets no option.
-        Options in `leave_out` or `extra_body` of the config are never passed.
+        While exact tokens are recorded, an option must not restrict which tokens the server samples. A server
+        like vLLM then gets no option. Our gateway gets only `tool_choice`, because our gateway forces a call
+        by the prompt alone. Options in `leave_out` or `extra_body` of the config are never passed.
         """
         if self.config.exact_tokens == "vllm":
             return frozenset()
@@ -305,7 +305,7 @@ class OpenAIAgentPolicy:
         return rest | self.config.extra_body
 
     async def _complete(self, body: dict[str, Any]) -> Reply:
-        """Send the request, with retries within the budget, and return the reply.
+        """Return the reply to the request; repeat an attempt that raised TryAgain, within `retry_budget_s`.
 
         If the caller's deadline cancels the retries, `pending_failure` keeps the error of the first attempt.
         """

@@ -92,7 +92,7 @@ class OpenAIConfig(SamplingKeys):
 
     @property
     def asks_gateway_of_ours(self) -> bool:
-        """Whether the server is our gateway, which stores a conversation's token ids and takes more keys."""
+        """Whether the server is our gateway, which is asked for exact tokens and accepts additional keys."""
         return self.ask_token_ids and self.exact_tokens == "turnwise"
 
 
@@ -102,7 +102,7 @@ _WHERE = "inference_url"
 
 
 def chat_completions_url(inference_url: str, *, allowed_hosts: Collection[str] | None) -> str:
-    """Return the chat-completions URL for an OpenAI-compatible base URL; its query is kept.
+    """Return the chat-completions URL for an OpenAI-compatible base URL, and keep the base URL's query.
 
         http://h:1            -> http://h:1/v1/chat/completions
         http://h:1/v1         -> http://h:1/v1/chat/completions

@@ -1,8 +1,8 @@
 """Draws random values for a JSON Schema, and validates each value that may not fit.
 
-The author of a tool may write any schema, so no schema makes this module raise: a keyword whose value JSON
-Schema does not allow counts as absent, and so does a `$ref` without a target. `pattern` and `format` do not
-affect how strings are drawn.
+The author of a tool may write any schema, so no schema makes this module raise. A keyword with an invalid
+value counts as absent, and so does a `$ref` without a target. `pattern` and `format` do not affect how
+strings are drawn.
 """
 
 import json
@@ -184,9 +184,9 @@ class _Draw:
 def _find_bounds(schema: Mapping[str, Any], *, margin: int) -> tuple[float, float]:
     """Return the smallest and the largest value to draw for a number.
 
-    Values keep `margin` from an exclusive bound. If only a lower bound is given, the range is as wide as
-    `_NUMBERS`. If only an upper bound is given, the range is at least as wide as `_NUMBERS`, and begins at
-    the start of `_NUMBERS` or below it.
+    `margin` is the distance from an exclusive bound to the nearest value. If only a lower bound is given, the
+    range is as wide as `_NUMBERS`. If only an upper bound is given, the range begins at the start of
+    `_NUMBERS`, or below it so that the range is at least as wide as `_NUMBERS`.
     """
     low, above = _read_number(schema, "minimum"), _read_number(schema, "exclusiveMinimum")
     high, below = _read_number(schema, "maximum"), _read_number(schema, "exclusiveMaximum")

@@ -1,8 +1,8 @@
 """Reads action, text and exact tokens of a chat completion, from our gateway or another server; no I/O.
 
-A model's mistakes become part of the action: no tool call, several calls, unknown names, bad arguments. A
-server's mistakes raise a PolicyUnavailable with code `inference_protocol`: no choices, lists of different
-lengths, a NaN, a text of another type. The message names the field, the value found and the values allowed.
+A model's mistakes, such as a missing tool call or bad arguments, become part of the action. A server's
+mistakes, such as missing choices or a NaN, raise PolicyUnavailable with the code `inference_protocol`. The
+error's message names the field, the value found and the values allowed.
 """
 
 import json
@@ -31,9 +31,9 @@ KEY_STATUSES = frozenset({401, 403})
 class Reply:
     """A chat completion. `tokens` is None if the server sends no token ids or log-probs.
 
-    `logprobs` are OpenAI's, [(token as text, log-prob)]; None if they were not requested or not sent.
-    `reasoning_tokens` is the part of `completion_tokens` that is not in the message. `ignored` names the
-    settings of the request that our gateway did not apply.
+    `logprobs` contains (token as text, log-prob) for each token in OpenAI's `logprobs`; it is None if they
+    were not requested or not sent. `reasoning_tokens` is the part of `completion_tokens` that is not in the
+    message. `ignored` names the settings of the request that our gateway did not apply.
     """
 
     action: dict[str, Any]
@@ -77,7 +77,7 @@ class _Choice(StrictReply):
 
     @property
     def ending(self) -> str | None:
-        """Return why sampling ended, even if `finish_reason` only says that a call was parsed."""
+        """Why sampling ended; our gateway's `finish_reason` may only say that a call was parsed."""
         return self.sampling_finish_reason or self.finish_reason
 
 
@@ -197,7 +197,7 @@ def read_reply(body: bytes, read_tokens: ReadTokens, *, logprobs: bool = False) 
 
 
 def read_count(body: bytes, *, is_billed: bool) -> int:
-    """Return the number of prompt tokens: `usage.prompt_tokens` if `is_billed`, otherwise `count`."""
+    """Return the number of prompt tokens in a completion (`is_billed`), or in a reply of /tokenize."""
     return _read(_Billed, body).usage.prompt_tokens if is_billed else _read(_Counted, body).count
 
 
@@ -251,8 +251,8 @@ def protocol_error(what: str) -> PolicyUnavailable:
 def _read_action(choice: _Choice, text: str) -> dict[str, Any]:
     """Return the action of a message: all its calls, or its text with the reason why it contains no call.
 
-    If there is one call, the action also contains the published keys: `name`, and `arguments`, parsed as an
-    object if possible. `tool_calls` keeps the arguments as text, which the next prompt must repeat exactly.
+    If there is exactly one call, the action also contains its `name` and its `arguments`, parsed as an object
+    if possible. `tool_calls` keeps the arguments as text, because the next prompt must repeat it exactly.
     """
     calls = choice.message.tool_calls
     if isinstance(calls, list) and calls:
@@ -267,7 +267,7 @@ def _read_action(choice: _Choice, text: str) -> dict[str, Any]:
 
 
 def _read_call(call: Any, index: int) -> dict[str, str]:
-    """Return a call for any JSON value; the environment then executes it or refuses it with a reason."""
+    """Return a call made of any JSON value; the environment, not this function, refuses an invalid call."""
     source = call if isinstance(call, dict) else {}
     function = _read_table(source, "function")
     arguments = function.get("arguments", "")
@@ -362,8 +362,8 @@ class WholeReplies:
         token_ids                   in choices[0]                (the same)
         logprobs.content[].logprob  in choices[0]                (request: logprobs)
 
-    Each conversation needs an object of its own. As with our gateway, the ids at the start of a prompt that
-    repeat the last prompt and answer are only counted (`prompt_ids_reused`) and not recorded again.
+    Each conversation needs an object of its own, because a prompt usually begins with the ids of the last
+    prompt and answer. These ids are only counted (`prompt_ids_reused`) and not recorded again.
     """
 
     hint = " (return_token_ids and logprobs asked for what a sample cannot be weighted without)"

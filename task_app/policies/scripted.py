@@ -45,10 +45,10 @@ class TeacherConfig(DetourConfig):
 
 
 class RandomPolicy(ByChance[RandomConfig]):
-    """Calls a random tool with random arguments; in Crafter, with `max_actions` uniform actions.
+    """Calls a random tool with random arguments; in Crafter, these are `max_actions` random actions.
 
-    If the environment expects an answer in words and lists the answers, returns a random one of these. If no
-    tools are offered either, returns the text `NO_TOOLS`.
+    If the environment lists texts that it accepts as answers, returns a random one of these texts. If there
+    are neither such texts nor tools, returns the text `NO_TOOLS`.
     """
 
     name = "random"

@@ -38,7 +38,7 @@ class SumsTeacherConfig(Body):
 
 
 class SumsTeacher(ByChance[SumsTeacherConfig]):
-    """Answers a word problem with each calculation and `#### n`; after a wrong answer, solves it again."""
+    """Answers a word problem: a line for each calculation, then `#### n`. Solves it again in each turn."""
 
     name = "sums_teacher"
     config_type = SumsTeacherConfig

@@ -55,7 +55,7 @@ def _find_call(request: Mapping[str, Any], data: Mapping[str, Any]) -> Call | No
 
 
 class SokobanTeacher(DetourTeacher[DetourConfig]):
-    """Pushes boxes along a shortest solution, one push per decision; stores the search result of a board."""
+    """Pushes boxes along a shortest solution, one push per decision; searches once for each board."""
 
     name = "sokoban_teacher"
     config_type = DetourConfig

@@ -81,13 +81,13 @@ def align_data_for_rl_processing(
     Args:
         current_eval_result: if its step_outputs are None, the steps are returned unchanged.
         current_step_data_list: [T] decisions of the episode, in order.
-        rollout_id: begins each warning.
+        rollout_id: the id with which each warning begins.
 
     Returns:
         [T] the steps, and a warning for each kind of mismatch: repeated, unknown or missing steps.
 
-    Source: the aligner of the library of 2-rollout-worker-and-gigpo.md, with the same name. The published
-    aligner silently ignores unknown and repeated indices and returns only the steps. DESIGN.md 4.3.
+    Source: the function with this name in 2-rollout-worker-and-gigpo.md. That function returns only the
+    steps, and does not report unknown and repeated indices. DESIGN.md 4.3.
     """
     outputs = current_eval_result.step_outputs
     if outputs is None:

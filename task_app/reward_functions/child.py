@@ -1,8 +1,8 @@
 """The program that runs a reward function: `python -m task_app.reward_functions.child SOURCE NAME`.
 
 It imports SOURCE (a file, or `module:function`) and writes {}. Then it answers each line of stdin with one
-line: {"results": [...]} or {"error": sentence}. Whatever the function prints goes to stderr. The process ends
-when stdin closes, because the service has ended. If a call passes its deadline, the process writes the stack
+line: {"results": [...]} or {"error": sentence}. Whatever the function prints goes to stderr. When the service
+ends, stdin closes, and the process ends too. If a call passes its deadline, the process writes the stack
 trace of the function to stderr and ends.
 """
 

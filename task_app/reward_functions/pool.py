@@ -70,9 +70,9 @@ class RewardPool:
     `max_reward_batch`: one or more, of any group. So a result must not depend on the other episodes of its
     batch.
 
-    A call lasts at most `reward_deadline_s`, plus `reward_start_s` if its process must be started. A failed
-    batch lasts up to three deadlines: one for its own call, one in which calls for single episodes begin, and
-    one for the last of these calls.
+    A call lasts at most `reward_deadline_s`, plus `reward_start_s` if its process must be started. If a batch
+    fails, calls for its single episodes begin within one further deadline, and the last of them may last
+    another one. A failed batch thus takes up to three deadlines.
     """
 
     name: str

@@ -92,7 +92,8 @@ class RewardProcess:
     ) -> _Reply:
         """Write the request, if it is not empty, and return the next line of the process as a reply.
 
-        Wait at most `timeout_s`. Errors say that the function `failure` within `deadline_s`.
+        Wait at most `timeout_s`. If no line arrives in time, the error contains the words `failure`, such as
+        "did not start", and `deadline_s`.
         """
         # Read the clock before the child starts its watchdog, so that an exit caused by the watchdog always
         # counts as an exit after the deadline.

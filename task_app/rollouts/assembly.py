@@ -50,7 +50,7 @@ class Assembly:
 
     boards: PlugBoards
     worlds: Worlds
-    """The generated worlds; siblings start from the same world."""
+    """The cached worlds; the episodes of a group (siblings) start from the same world."""
     interactions: Interactions
     captures: Captures
     """The open captures, which answer the model calls of agents."""
@@ -59,8 +59,8 @@ class Assembly:
     def worker(self, request: RolloutRequest, context: PolicyContext, *, where: str) -> Worker:
         """Build environment, policy and worker, and raise an error if the request is faulty.
 
-        The world is not generated yet, and the policy is not called. `where` is the path of the request in
-        the body, such as `rollouts.0.`, and begins the paths in error messages.
+        The world is not generated yet, and the policy is not called. The paths in error messages begin with
+        `where`, the path of the request in the body, such as `rollouts.0.`.
         """
         env_config, switches_by_place = take_step_rewards(request.env.config, where=where + "env.config")
         policy_config, of_policy = take_step_rewards(request.policy.config, where=where + "policy.config")
@@ -179,9 +179,10 @@ def branch_policies(
 def _make_prompts(
     request: RolloutRequest, environment: Environment, interactions: Interactions, *, where: str
 ) -> Prompts:
-    """Return the object that makes the prompts: from each observation, or as a growing conversation.
+    """Return the object that makes the prompts; raise InvalidRequest if it cannot serve the request.
 
-    In a conversation, the request may name an interaction, which answers the model.
+    A prompt is made from the latest observation or, in some environments, is a conversation that grows. In a
+    conversation, the request may name an interaction (a simulated user), which answers the model.
     """
     interaction = request.interaction
     if not isinstance(environment, ConversationalEnvironment):
@@ -248,7 +249,7 @@ def _describe(env: EnvSpec, other: EnvSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTaker:
-    """Takes the requested snapshots of one episode; the `keep` of its `RLRolloutWorker`."""
+    """Takes the requested snapshots of one episode; an `RLRolloutWorker` gets it as argument `keep`."""
 
     turns: frozenset[int]
     """Decisions, from 1, before which a snapshot is taken."""

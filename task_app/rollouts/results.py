@@ -94,8 +94,8 @@ def cut_page(records: Iterable[Record], *, at_most: int, at_most_bytes: int) -> 
 class Results:
     """Stores the records of this instance by id, and records with a result also by run and sequence number.
 
-    The sizes of requests and results are added to `held`. A request counts because its record keeps the
-    environment's config, which may contain a whole document.
+    The bytes of all stored requests and results are counted in `held`. A request counts because its record
+    keeps the environment's config, which may contain a whole document.
     """
 
     def __init__(self, instance_id: str, held: Held) -> None:
@@ -223,7 +223,7 @@ class Results:
         return f"{self.instance_id}.{sequence}"
 
     def read_cursor(self, cursor: str | None) -> int:
-        """Return the sequence number in a cursor, 0 for no cursor; raise CursorExpired for a foreign one."""
+        """Return a cursor's sequence number (0 for None); raise CursorExpired if another process made it."""
         if not cursor:
             return 0
         instance_id, _, number = cursor.rpartition(".")
@@ -288,7 +288,7 @@ def _explain_long_prompt(record: Record, sentence: str) -> str:
 
 
 def build_failure(exc: TaskAppError, *, decisions_done: int) -> RolloutFailure:
-    """Return the failure to record for an episode that the error ended."""
+    """Return the failure to record for an episode that ended with the error `exc`."""
     return RolloutFailure(
         code=exc.code,
         detail=encodable(exc.detail),

@@ -97,7 +97,7 @@ class RolloutRunner:
         )
 
     async def poll(self, run_id: str, cursor: str | None, wait_s: float) -> bytes:
-        """Return the first results after the cursor, a `RolloutPage` as JSON; wait up to `wait_s` for one."""
+        """Return a `RolloutPage` of results after the cursor as JSON; wait up to `wait_s` for one."""
         after = self.results.read_cursor(cursor)
         await self._wait_for_news(run_id, after, wait_s)
         run = self.runs.find(run_id)
@@ -153,9 +153,9 @@ class RolloutRunner:
         return run, len(records)
 
     def is_cut_short(self, run_id: str) -> bool:
-        """Return whether the service is stopping and the run was not aborted.
+        """Return whether the run's unfinished rollouts end because the service stops.
 
-        Unfinished rollouts of such a run end because of the stop.
+        The result is False for an aborted run, because its rollouts end by the abort.
         """
         return self._is_draining and self.runs.get(run_id).aborted_at is None
 

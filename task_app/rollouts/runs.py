@@ -1,7 +1,7 @@
 """Stores the state of runs, including which were aborted; a run is all rollouts of one run_id. No I/O.
 
-A run begins with its first rollout, or with an abort before that. After an abort, the unfinished rollouts of
-the run end, and no rollout starts under its id until the run is forgotten, `idle_s` after its last event.
+A run begins with its first accepted rollout, or with an earlier abort. An abort ends the run's unfinished
+rollouts. No rollout starts under the run's id until the run is forgotten, `idle_s` after its last event.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ class RunAborted(Conflict):
 class RunLife:
     """The state of one run.
 
-    `ended_counts` contains the number of ended rollouts by status, and `stopped` the number that an abort
-    ended. When a rollout ends, `change` is set and replaced by a new event, which wakes waiting requests.
+    `ended_counts` contains the number of ended rollouts by status; `stopped` is the number of rollouts that
+    an abort ended. When a rollout ends, `change` is set to wake waiting requests, and then replaced.
     """
 
     started_at: datetime | None = None

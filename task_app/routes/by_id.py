@@ -1,8 +1,8 @@
 """Session routes with the id in the path: POST /env/{env_id}/step does the same as POST /env/step, and so on.
 
-Two more routes, /env/{env_name}/step and /env/{env_name}/terminate, have a name in the same position. The
-router tells an id from a name by the pattern of ids. OpenAPI cannot express such a choice, so /openapi.json
-describes these two paths only with {env_name}.
+Two routes of another module, /env/{env_name}/step and /env/{env_name}/terminate, have a name in the place of
+the id. The router recognises an id by its pattern. OpenAPI cannot describe an id and a name in one place, so
+/openapi.json describes these two paths only with {env_name}.
 """
 
 from typing import Annotated, TypeVar

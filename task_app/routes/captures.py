@@ -267,10 +267,7 @@ class CaptureModels(Body):
 
 
 class CaptureState(Body):
-    """The state of a capture.
-
-    After the capture has ended with at least one decision, `trajectory` has the form of a rollout's.
-    """
+    """The state of a capture; once it has ended with at least one decision, also its trajectory."""
 
     capture_id: str
     status: str = Field(description="open, ended or failed")
@@ -281,7 +278,7 @@ class CaptureState(Body):
 
 @router.post("")
 async def open_capture(request: Request, body: CaptureOpen) -> CaptureOpened:
-    """Open a capture, to whose `base_url` an agent on any machine can send its model calls."""
+    """Open a capture. An agent on any machine can send its model calls to the capture's `base_url`."""
     services = get_services(request)
     context = services.policy_context(inference_key=body.policy.inference_key, seed=body.policy.seed)
     make_policy = branch_policies(services.boards, body.policy.policy_name, body.policy.config, context)
@@ -406,8 +403,8 @@ class CallWay:
     """ASGI middleware that answers model calls without FastAPI.
 
     FastAPI would take as long as all other work of a call. The middleware runs after service_kit.gate, which
-    has read the body. The limits of the capture apply to a call, not the general deadline of requests. A call
-    with an Idempotency-Key goes through FastAPI.
+    has read the body. The general deadline of requests does not apply to calls, because a capture has limits
+    of its own. A call with an Idempotency-Key goes through FastAPI.
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
@@ -434,8 +431,9 @@ def _split_call_path(scope: Scope) -> tuple[str, str]:
 def read_body(scope: Scope, body: bytes) -> Any:
     """Parse a JSON body for the gate, and return its value.
 
-    A model call may quote faulty text of a model, so `read_quotation` parses its body. If that fails, the
-    InvalidRequest is returned instead of raised, so that the call can be answered in its own dialect.
+    The body of a model call is parsed by `read_quotation`, which tolerates faulty text that a model wrote. If
+    that fails, the InvalidRequest is returned instead of raised, so that the reply can be in the dialect of
+    the call.
     """
     path = _split_call_path(scope)[1]
     return _read_call(body) if path in DIALECTS or path in _COUNTING else read_json(body)

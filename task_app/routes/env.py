@@ -141,7 +141,7 @@ async def open_session(
     """Create an environment session, and reset it with the seed; return its id and the session.
 
     Raises:
-        CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: no session was created.
+        CapacityReached, ShuttingDown, UnknownName, InvalidRequest, JournalFailed: nothing was created.
     """
     services.environments.check_capacity()
     config, switches = take_step_rewards(config, where="config", training=training, rollout=rollout)

@@ -72,7 +72,7 @@ class PolicyCreateReply(Reply):
 class PolicyMeta(OpenReply):
     """Facts about a decision of the policy. A policy may add further keys, such as the exact tokens.
 
-    In a dry run the policy decides nothing: `messages` and `tools` are set, keys about a decision are not.
+    In a dry run the policy decides nothing: `messages` and `tools` are set, and no key of a decision is set.
     """
 
     policy_name: str
@@ -100,8 +100,8 @@ class PolicyStepReply(Reply):
 async def create_policy(request: Request, body: PolicyCreate) -> PolicyCreateReply:
     """Create a policy.
 
-    The request may switch decision rewards on: in `config` or `env.config`, as in a rollout request, or in
-    `training` or `rollout`. If the policy is bound to an environment, the switches apply to both.
+    The reward switches may be in `config`, `env.config`, `training` or `rollout`. If the policy is bound to
+    an environment, the switches apply to the environment too.
     """
     services = get_services(request)
     services.policies.check_capacity()

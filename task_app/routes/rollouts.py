@@ -41,9 +41,9 @@ async def poll_rollouts(
     cursor: Annotated[str | None, Query(max_length=200)] = None,
     wait_s: Annotated[float, Query(ge=0.0, allow_inf_nan=False)] = 0.0,
 ) -> Response:
-    """Return the rollouts of a run that have ended since an earlier reply, which contained `cursor`.
+    """Return the rollouts of a run that have ended since the reply that contained `cursor`.
 
-    If there is none, wait up to `wait_s` seconds until one ends.
+    If there are none, wait up to `wait_s` seconds until a rollout ends.
     """
     services = get_services(request)
     if wait_s > services.settings.max_wait_s:

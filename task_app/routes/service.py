@@ -103,7 +103,7 @@ Limits = Annotated[
 
 
 class PrefixInfo(Reply):
-    """A library whose environments can be played: the form of their `env_name`, and their config's schema."""
+    """Environments whose `env_name` begins with a prefix: the name's form, and the config's schema."""
 
     env_name: str
     plays: str
@@ -112,7 +112,7 @@ class PrefixInfo(Reply):
 
 
 class InfoReply(Reply):
-    """The service's plug-ins and limits; `environments` and `policies` map names to configs' JSON Schemas."""
+    """The service's plug-ins and limits; each environment and policy with the JSON Schema of its config."""
 
     service: ServiceInfo
     dataset: DatasetInfo

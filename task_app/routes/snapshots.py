@@ -96,7 +96,7 @@ class EnvRestoreInfo(Reply):
 
 
 class EnvRestoreReply(Reply):
-    """A new environment in the state of the snapshot; `metadata` belongs to the last decision before it."""
+    """A new environment in the snapshot's state; `metadata` describes the decision before the snapshot."""
 
     env_id: str
     observation: ObservationReply
@@ -259,8 +259,8 @@ class BranchReply(Reply):
 async def branch_sessions(request: Request, body: Branch) -> BranchReply:
     """Make `num_children` copies of each session. If one copy fails, no session is copied.
 
-    If the request also copies the environment that a policy is bound to, each copy of the policy is bound to
-    another copy of the environment. Otherwise all copies are bound to the original environment.
+    If the request also copies the environment that a policy is bound to, the policy's n-th copy is bound to
+    the environment's n-th copy. If not, all copies of the policy are bound to the original environment.
     """
     services = get_services(request)
     _check_branch(services, body)

@@ -119,8 +119,8 @@ async def decide(
     """Carry out one decision of a session, and return the reply of /env/step.
 
     Raises:
-        InvalidRequest: there are too many calls, or a call contains no tool name. The error's place in the
-            request body begins with `where`.
+        InvalidRequest: there are too many calls, or a call contains no tool name. The error names the path
+            in the request body, which begins with `where`.
         EpisodeOver: the episode has ended.
     """
     requests = read_calls(
@@ -157,9 +157,9 @@ def answer_at_once(
 ) -> PlainReply | None:
     """Answer a simple POST /env/step without FastAPI, which would take as long as the step itself.
 
-    Return None if FastAPI's route must answer the request: it has an Idempotency-Key, its body needs
-    validation, its session is in use, or the environment does not promise quick steps. All other requests
-    need no deadline, lock, thread or stored answer. `read` is the gate's `plain_value`.
+    Return None if FastAPI's route must answer the request. That is so if the request has an Idempotency-Key,
+    its body needs validation, its session is in use, or the environment does not promise quick steps. `read`
+    is the gate's `plain_value`.
     """
     if any([name == idempotency.HEADER for name, _ in scope["headers"]]):
         return None

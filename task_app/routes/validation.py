@@ -32,7 +32,7 @@ async def validation_response(request: Request, exc: Exception) -> Response:
 
 
 def _find_model(request: Request, place: tuple[Any, ...]) -> type[BaseModel] | None:
-    """Return the pydantic model that defines the key at `place`: the body's, or that of a nested object."""
+    """Return the pydantic model of the object that contains the key at `place`; None if there is no model."""
     route = request.scope.get("route")
     body = route.body_field if isinstance(route, APIRoute) else None
     model = _model_in(body.field_info.annotation) if body is not None else None
@@ -45,7 +45,7 @@ def _find_model(request: Request, place: tuple[Any, ...]) -> type[BaseModel] | N
 def _suggest_place(model: type[BaseModel] | None, place: tuple[Any, ...]) -> str | None:
     """Return the path at which a misplaced key belongs; None if there is no such path.
 
-    The key may be a published name of a rollout request, or a key of an object inside the model.
+    The key may be a name in PUBLISHED_PLACES, or the key of an object inside the model.
     """
     if model is None:
         return None

@@ -1,7 +1,7 @@
 """Pictures for people: the current state of an environment (GET /env/{env_id}/view), and replays of rollouts.
 
-The page is one file and loads no other scripts or styles. It fetches itself every second. If the environment
-has not changed, the answer is 304, which does not count as use of the session.
+The page of an environment loads no other files. It fetches itself every second. If the environment has not
+changed, the answer is 304, which does not count as use of the session.
 """
 
 import base64
@@ -86,7 +86,7 @@ async def show_env_page(
 
 
 def _make_tag(env_id: str, session: EnvironmentSession) -> str:
-    """Return an ETag of the page, made of the session's state that the page shows."""
+    """Return the page's ETag, a digest of the session's state; the page changes only with this state."""
     content = (
         f"{env_id}/{session.seed}/{session.turn}/{session.step_idx}/{session.over}/{session.observation.text}"
     )

@@ -27,7 +27,7 @@ OF_THIS_PROCESS = ("/rollouts", "/run/")
 
 
 class Once:
-    """The middleware; requests without the header pass unchanged."""
+    """Middleware that carries out a POST once per key; requests without the header pass unchanged."""
 
     def __init__(self, app: ASGIApp, *, database: Database) -> None:
         self._app = app
@@ -78,7 +78,7 @@ class Once:
         return row[1] or _report_lost("the task app was killed before it answered")
 
     def _register_work(self, key: str, digest: str, *, path: str) -> Work:
-        """Register a key before its request is carried out. Raises CapacityReached at too many such keys."""
+        """Register the key of a new request; raise CapacityReached if too many keys are registered."""
         most = self._database.most
         if len(self._requests) >= most:
             raise CapacityReached(f"{most} requests with an Idempotency-Key are being carried out")
@@ -171,7 +171,7 @@ def _check_same(earlier: str, digest: str) -> None:
 
 
 def _report_lost(reason: str) -> Answer:
-    """Return the reply to a retry if the first request may have been carried out, but its answer is lost."""
+    """Return the error with which a retry is answered if the answer to the first request is lost."""
     return _make_answer(
         AnswerLost(
             f"the first request with this Idempotency-Key may have been carried out, but {reason}",

@@ -9,10 +9,10 @@ A starting task app restores each environment from its snapshot or seed, and the
 is restored from its snapshot alone.
 
 The effects of a request with an Idempotency-Key are written together with its answer, in one transaction. If
-the process is killed before the transaction, no effect remains, and a retry carries the request out. Before
-the transaction, another request may need a session that the first request has changed. The changes so far
-are then written early, and the key gets the state `open`: a retry after a kill is answered with
-409 answer_lost.
+the process is killed before the transaction, no effect remains, and a retry carries the request out. There is
+one exception: another request may need a session that the first request has changed. The changes so far are
+then written early, and the key gets the state `open`. If the process is killed after that, a retry gets 409
+answer_lost.
 
 If a write fails, its statements stay in memory and are written before the session is used again.
 """
@@ -98,11 +98,11 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """The SQL statements of one request that are not written yet: `changes` maps session ids to them.
+    """The SQL statements of one request that are not written yet; `changes` lists them by session id.
 
-    If the request has an Idempotency-Key, its `key`, the statements are written together with the answer. If
-    another request needs one of the sessions earlier, they are written then, and `is_partly_written` is set.
-    `survives` is False for an answer that the next process deletes.
+    If the request has an Idempotency-Key (`key`), the statements are written together with the answer. If
+    another request needs one of the sessions earlier, the statements are written before that request, and
+    `is_partly_written` is set. `survives` is False if the next process deletes the answer.
     """
 
     key: str = ""
@@ -215,8 +215,8 @@ class Database:
         """Write statements that store a change of a session.
 
         If the current request has an Idempotency-Key, the statements are written together with its answer,
-        otherwise now. If `whole` is true, they replace the session's unwritten statements. `failure` tells
-        how to report a failed write.
+        otherwise now. If `whole` is true, the new statements replace the session's unwritten statements.
+        `failure` tells how to report a failed write.
         """
         with self._lock:
             own = _find_open_work()

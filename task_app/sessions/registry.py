@@ -54,7 +54,7 @@ class Sessions(Generic[S]):
     """The live sessions of one kind, by id.
 
     Args:
-        kind: The kind's name, with which ids begin and which errors mention.
+        kind: The kind's name; ids begin with it, and errors mention it.
         capacity: Largest number of sessions.
         idle_s: `expire` removes sessions that were not used for this many seconds.
         on_add: Called with every new or restored session.

@@ -77,11 +77,10 @@ class Journal(Protocol):
 class EnvironmentSession:
     """An environment that a client steps.
 
-    `lock` is held for a whole reset or step; both are completed even if the request is cancelled. Resets run
-    in a thread. Steps do so too, unless the environment promises quick steps. `switches` determine which
-    rewards decisions get: they map a source (the environment's request, or the id of a bound policy) to its
-    settings, and all sources must agree. `spec` contains no switches; a snapshot is restored into an
-    environment that is built from `spec`.
+    `lock` is held for a whole reset or step. A reset or step is completed even if its request is cancelled.
+    Resets run in a thread, and so do steps unless the environment promises quick steps. `switches` maps
+    each source of reward switches to its settings. A source is the environment's request or the id of a bound
+    policy; all sources must agree. `spec` contains no switches; it serves to build the environment again.
     """
 
     environment: Environment
@@ -111,7 +110,7 @@ class EnvironmentSession:
     def steps_at_once(self) -> bool:
         """Whether the environment promises quick steps and the lock is free.
 
-        If so, the caller may call `take` without the lock, as long as it does not await before.
+        If so, the caller may call `take` without the lock, but must not await before the call.
         """
         return steps_quickly(self.environment) and not self.lock.locked()
 
@@ -225,11 +224,10 @@ class EnvironmentSession:
 class PolicySession:
     """A policy that either is bound to an environment session or gets observations from the caller.
 
-    The session itself is an AgentPolicy: it counts and stores the decisions of `policy`, and the caller must
-    hold its lock. An unbound policy may have an `environment` of its own, built from `env` and never reset,
-    which only writes prompts and lists tools. `spec` contains the inference_key; no snapshot contains the
-    key, and a restart loses it. `switches` determine which rewards decisions get, also in the bound
-    environment.
+    The session is itself an AgentPolicy, which counts and stores the decisions of `policy`; the caller must
+    hold its lock. An unbound policy may have an `environment`, which is built from `env` and never reset. It
+    only writes prompts and lists tools. `spec` contains the inference_key. The key is in no snapshot, and a
+    restart loses it. `switches` are the policy's reward switches, which the bound environment applies.
     """
 
     policy: AgentPolicy

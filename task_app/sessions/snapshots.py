@@ -52,7 +52,8 @@ class EnvironmentFacts(Body):
     """The fields of an environment session, or of an episode after `turn` decisions.
 
     The state of the environment itself is not included. `step_rewards` is None if no request named any.
-    `past` contains the last decisions, which the next prompt may show. `metadata` belongs to the last one.
+    `past` contains the last decisions, because the next prompt may show them. `metadata` is the metadata of
+    the last decision.
     """
 
     env: EnvSpec
@@ -126,7 +127,7 @@ class EnvironmentSnapshot:
             return seal("environment", head, self.state, at_most_bytes=at_most_bytes)
 
     def text(self, *, at_most_bytes: int) -> str:
-        """Return the sealed snapshot as base64 text, as the start in a rollout request contains it."""
+        """Return the sealed snapshot as base64 text, the form of `start.snapshot` in a rollout request."""
         return to_text(self.seal(at_most_bytes=at_most_bytes))
 
     def session(self, boards: PlugBoards) -> EnvironmentSession:

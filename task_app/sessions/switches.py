@@ -1,8 +1,8 @@
 """Finds the reward switches of a request, which determine the rewards of decisions; no I/O.
 
-A config contains the switches as `step_rewards`, or as a table `training` with the names of a job's
-[training]. Requests that create something also accept this table outside the config. A table `rollout`, as
-in 1-crafter-event-rewards.md, may contain the same names among others.
+A config may contain the switches in a table `step_rewards`, or in a table `training` with the names that
+[training] of a job has. A table `rollout`, as in 1-crafter-event-rewards.md, may contain these names among
+others. Requests that create something also accept `training` and `rollout` outside the config.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ def take_step_rewards(
 ) -> tuple[dict[str, Any], dict[str, StepRewards]]:
     """Separate the reward switches from the plug-in's own config.
 
-    Return the rest of `config`, and the switches by the path in the request body at which they were found.
+    Return the rest of `config`, and a mapping from the path in the request body to the switches found there.
     `where` is the path of `config` in the body. `training` and `rollout` are the request's tables with these
     names, outside the config.
     """
@@ -55,7 +55,7 @@ def _find_switches(table: Any) -> dict[str, Any]:
 
 
 def agree_on_step_rewards(by_place: Mapping[str, StepRewards]) -> StepRewards:
-    """Return the switches of all places, which must be equal; without a place, all switches are off.
+    """Return the switches on which all places agree; if `by_place` is empty, all switches are off.
 
     Raises InvalidRequest if two places differ.
     """

@@ -1,4 +1,4 @@
-"""Starts episodes from a seed or a snapshot. The siblings of a group share one reset of the environment."""
+"""Starts episodes from a seed or a snapshot. Episodes with the same environment and seed share one reset."""
 
 import asyncio
 import json
@@ -131,7 +131,7 @@ class Worlds:
     async def _make_world(
         self, name: str, seed: int, environment: RestorableEnvironment, threads: Threads | None
     ) -> StartView:
-        """Reset the environment and cache its snapshot; if this fails, the next waiting episode tries it."""
+        """Reset the environment and cache its snapshot; if this fails, a waiting episode tries the same."""
         event = self._events[name] = asyncio.Event()
         try:
             observation = await in_thread(threads, "environment.reset", reset_environment, environment, seed)
